@@ -11,16 +11,7 @@ from torch import Tensor
 
 from .linalg import finite
 
-__all__ = [
-    "as_count",
-    "as_shape",
-    "check_dtype",
-    "check_finite",
-    "check_same",
-    "check_square",
-    "check_tensors",
-    "check_vector",
-]
+__all__ = ["as_count", "as_shape", "check_dtype", "check_finite", "check_same", "check_tensors", "check_vector"]
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -97,12 +88,3 @@ def check_finite(who: object, u: Tensor, name: str = "u") -> None:
             f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
             "gradient, check the loss, or lower the learning rate"
         )
-
-
-def check_square(who: object, x: Tensor, A: Tensor) -> None:
-    """Raise unless A is a stack of h × h matrices that fits a point with h columns."""
-    check_tensors(who, A=A)
-    h = x.shape[-1]
-    if A.dim() < 2 or A.shape[-2:] != (h, h):
-        raise ValueError(f"{who}: a point of shape {tuple(x.shape)} needs matrices (…, {h}, {h}), got {tuple(A.shape)}")
-    check_same(who, x, A, "the point x", "the matrix")

@@ -22,7 +22,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import means
 from .base import QuotientManifold, standard_normal, with_finite_results
-from .checks import as_count, as_shape, check_dtype, check_finite, check_square, check_tensors, check_vector
+from .checks import as_count, as_shape, check_dtype, check_finite, check_same, check_tensors, check_vector
 from .gauge import Gauge, gauge_in_units
 from .linalg import column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance
 from .metrics import INV, MIX, Metric
@@ -90,7 +90,7 @@ class GLQuotient(QuotientManifold):
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`, (…, n + m, h); A is (…, h, h), invertible."""
         G, H = self.unpack_tensor(x)
-        check_square(self, x, A)
+        _check_square(self, x, A)
         try:
             return pack(torch.linalg.solve(A, G, left=False), H @ A.mH)
         except LinAlgError as error:
@@ -99,7 +99,7 @@ class GLQuotient(QuotientManifold):
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
         r"""Return the vertical vector :math:`(GΛ, -HΛ^H)`, (…, n + m, h); L is Λ, (…, h, h)."""
         G, H = self.unpack_tensor(x)
-        check_square(self, x, L)
+        _check_square(self, x, L)
         return pack(G @ L, -H @ L.mH)
 
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -271,6 +271,15 @@ class GLQuotient(QuotientManifold):
                     "optimisation, lower the learning rate; a starting point needs full rank (LoRA's B = 0 lacks it) "
                     "or fewer columns"
                 )
+
+
+def _check_square(who: GLQuotient, x: Tensor, A: Tensor) -> None:
+    """Raise unless A is a stack of h × h matrices that fits a point with h columns."""
+    check_tensors(who, A=A)
+    h = x.shape[-1]
+    if A.dim() < 2 or A.shape[-2:] != (h, h):
+        raise ValueError(f"{who}: a point of shape {tuple(x.shape)} needs matrices (…, {h}, {h}), got {tuple(A.shape)}")
+    check_same(who, x, A, "the point x", "the matrix")
 
 
 def _check_search(manifold: GLQuotient, x: Tensor, y: Tensor, on_error: str) -> None:

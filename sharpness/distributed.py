@@ -6,18 +6,32 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from quotient_manifolds.symmetries.modules import is_sharded, plain_class
+
 from .errors import RemoteError
 
-__all__ = ["World", "counter", "everybody", "shard_", "torchrun"]
+__all__ = [
+    "World",
+    "check_sharded",
+    "counter",
+    "everybody",
+    "is_sharded_model",
+    "reshard",
+    "shard_",
+    "torchrun",
+    "twin_of",
+]
 
 T = TypeVar("T")
 
@@ -230,3 +244,89 @@ def counter(count: int) -> Iterator[int]:
         if number >= count:
             return
         yield number
+
+
+def reshard(model: nn.Module) -> None:
+    """Let no module keep weights that FSDP2 has gathered: what is written to the shards would not be seen."""
+    for m in model.modules():
+        if hasattr(m, "reshard"):
+            m.reshard()  # type: ignore[operator]
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Tell whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
+    if not isinstance(model, nn.Module):  # which is said elsewhere
+        return False
+    reshard(model)
+    return any(type(p).__name__ == "DTensor" for p in model.parameters())
+
+
+def check_sharded(model: nn.Module) -> None:
+    """Refuse models that cannot be measured while sharded."""
+    mesh = None
+    for name, p in model.named_parameters():
+        if not is_sharded(p):
+            if p.requires_grad:
+                raise ValueError(
+                    f"the trainable parameter {name!r} is not sharded while others are; call fully_shard on the whole "
+                    "model too, or freeze it"
+                )
+            continue
+        placements = getattr(p, "placements", None)
+        if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
+            raise ValueError(
+                f"parameter {name!r} is sharded as {placements}; only FSDP2 over a mesh of one dimension is measured, "
+                "rows on every process"
+            )
+        mesh = p.device_mesh if mesh is None else mesh  # type: ignore[attr-defined]
+        if p.device_mesh != mesh:  # type: ignore[attr-defined]
+            raise ValueError(f"parameter {name!r} is sharded over another mesh than the first; use one mesh for all")
+        if p.device.type != mesh.device_type:
+            raise ValueError(
+                f"the shard of {name!r} lies on {p.device} while the mesh is of {mesh.device_type} devices; "
+                "measure without an offload policy"
+            )
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter {name!r} has a hook that runs after every backward pass, such as an optimiser's; remove it "
+                "before measuring"
+            )
+        if p.requires_grad and p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"the trainable parameter {name!r} is {p.dtype}, in which small changes are lost; convert it to "
+                "float32 before fully_shard"
+            )
+    for name, m in model.named_modules():
+        state = m._get_fsdp_state() if hasattr(m, "_get_fsdp_state") else None  # noqa: SLF001
+        policy = getattr(state, "_mp_policy", None)
+        for kind in ("param_dtype", "reduce_dtype", "output_dtype"):
+            cast = getattr(policy, kind, None)
+            if cast not in (None, torch.float32, torch.float64):
+                raise ValueError(
+                    f"fully_shard of {name or 'the model'!r} has {kind}={cast} in its mixed-precision policy, which "
+                    "loses small changes; measure it without"
+                )
+
+
+def twin_of(module: nn.Module, parameters: Mapping[Tensor, Any], twins: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Copy a module that FSDP2 has sharded as it was before, with other parameters; ``twins`` are known copies."""
+    if module in twins:
+        return twins[module]
+    twin: nn.Module = object.__new__(plain_class(module))
+    twins[module] = twin
+    own = dict(module.__dict__)
+    own["_parameters"] = {k: None if p is None else parameters[p] for k, p in own["_parameters"].items()}
+    own["_modules"] = {k: None if m is None else twin_of(m, parameters, twins) for k, m in own["_modules"].items()}
+    for name, hooks in own.items():
+        if isinstance(hooks, OrderedDict) and name.endswith("_hooks"):
+            own[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_of_torch(hook))
+    twin.__dict__.update(own)
+    return twin
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Whether a hook is FSDP's own."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    return (hook if owner is None else type(owner)).__module__.startswith("torch.distributed")

@@ -22,14 +22,13 @@ from quotient_manifolds.symmetries.modules import plain_class
 
 from .ascent import ASCENTS, Search
 from .direction import Direction
-from .distributed import World
+from .distributed import World, is_sharded_model
 from .hessian import HessianOperator
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, collected, measured
 from .perturb import preserved
 from .results import BatchResult, SharpnessResult
-from .shards import is_sharded_model
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -23,11 +23,10 @@ from quotient_manifolds.symmetries.registry import candidates, handler_of
 from quotient_manifolds.symmetries.stacks import PairList
 
 from .building import trainable
-from .distributed import World
+from .distributed import World, is_sharded_model
 from .losses import Objective, count_examples, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .sharded import ShardedSpace
-from .shards import is_sharded_model
 from .space import WeightSpace
 
 if TYPE_CHECKING:

@@ -1,34 +1,214 @@
-"""The space of a model that FSDP2 has sharded: every process holds its part of every vector."""
+"""A model that FSDP2 has sharded: a twin with full parameter shapes, and its space, whose vectors are sharded too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.base import standard_normal
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.stacks import coverage
-from quotient_manifolds.symmetries.whole import canonical_form
+from quotient_manifolds.symmetries.whole import State, canonical_form
 from quotient_manifolds.tangent import draw_gaussians
 
 from .building import build_blocks, divide, with_constants
 from .direction import Direction
-from .distributed import World
+from .distributed import World, check_sharded, reshard, twin_of
 from .measures import Block, ElementwiseBlock, Measure
 from .perturb import Gradients, pointing_to
-from .shards import ShardedState, Shards, hollow, reshard
 from .shares import Places
 from .space import WeightSpace
 
-__all__ = ["ShardedSpace"]
+__all__ = ["ShardedSpace", "ShardedState", "Shards"]
+
+
+def _hollow(p: Any) -> Tensor:
+    """Return a tensor of a sharded parameter's whole shape, without memory."""
+    found: Tensor = p.to_local().detach().new_zeros(()).expand(p.shape)
+    return found
+
+
+class Shards:
+    """The weights of a model after ``torch.distributed.fsdp.fully_shard``: rows of every parameter on every process.
+
+    Its *twin* has the same modules, with their classes before sharding, and substitutes for the parameters: full
+    vectors, and matrices of the full shape without memory. :meth:`place` gives memory to those that this process
+    works on.
+    A parameter of a symmetric pair is worked on whole, by one process, its *owner*; all parameters of a pair have the
+    same. Every other parameter is worked on where it lies, row by row.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A model whose trainable parameters are all sharded along their first dimension, over the processes of one mesh.
+
+    Attributes
+    ----------
+    twin : nn.Module
+    world : World
+        The processes of the mesh.
+    of : dict of Tensor to Tensor
+        The model's parameters by those of the twin that stand for them.
+    owner : dict of Tensor to int
+        The rank that works on a parameter of the twin; those without one are worked on in rows.
+
+    Raises
+    ------
+    ValueError
+        The model is sharded in another way, or weights are cast to another precision in every pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        reshard(model)
+        check_sharded(model)
+        self.of: dict[Tensor, Tensor] = {}
+        self.world = World(next(p for p in model.parameters() if is_sharded(p)).device_mesh.get_group())  # type: ignore[attr-defined]
+        stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(p) for p in model.parameters()}
+        self.twin = twin_of(model, stand_ins, {})
+        self.owner: dict[Tensor, int] = {}
+
+    # -- the twin ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _stand_in(self, p: Tensor) -> nn.Parameter:
+        if not is_sharded(p):
+            return nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+        found = nn.Parameter(_hollow(p), requires_grad=p.requires_grad)
+        self.of[found] = p
+        if p.dim() < 2:
+            found.data = self.whole(found, self.local(found))
+        return found
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def local(self, p: Tensor) -> Tensor:
+        """Return this process's rows of a parameter of the twin, as a view of what the model reads."""
+        if p not in self.of:
+            return p.data
+        with torch.no_grad():
+            found: Tensor = self.of[p].to_local()  # type: ignore[attr-defined]
+            return found
+
+    def rows(self, p: Tensor, rank: int | None = None) -> slice:
+        """Tell which rows lie on a process; by default on this one."""
+        rank, count, step = self.world.rank if rank is None else rank, self.of[p].shape[0], self._step(p)
+        return slice(min(rank * step, count), min((rank + 1) * step, count))
+
+    def is_mine(self, p: Tensor) -> bool:
+        """Tell whether this process works on the whole parameter."""
+        return self.owner.get(p) == self.world.rank
+
+    def cut(self, p: Tensor, t: Tensor) -> Tensor:
+        """Take this process's part of a tensor that broadcasts to a parameter."""
+        if p in self.owner or p not in self.of or t.dim() == 0 or len(t) < self.of[p].shape[0]:
+            return t
+        return t[self.rows(p)].clone()  # a view would keep the whole
+
+    def among_zeros(self, p: Tensor, rows: Tensor) -> Tensor:
+        """Return the flat numbers of this process in a tensor of a parameter's whole shape, which is zero elsewhere."""
+        found = rows.new_zeros(self.of[p].shape)
+        here = found if p in self.owner else found[self.rows(p)]
+        here.copy_(rows.view(here.shape))
+        return found
+
+    def whole(self, p: Tensor, rows: Tensor) -> Tensor:
+        """Gather the rows of all processes on each of them."""
+        padded = rows.new_zeros((self._step(p), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        return self.world.stack(padded).flatten(0, 1)[: self.of[p].shape[0]]
+
+    def _step(self, p: Tensor) -> int:
+        """Return the number of rows of every process but the last ones, which may have fewer."""
+        return -(-self.of[p].shape[0] // self.world.size)
+
+    # -- owners --------------------------------------------------------------------------------------------------------
+
+    def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> list[list[SymmetricPair]]:
+        """Assign to every parameter of a pair the process that owns it, and give that process its whole values.
+
+        ``values`` are rows that replace those of the model. Returns the sets of pairs that share parameters.
+        """
+        pairs = [p for s in found for p in s.pairs]
+        sets = self._own(pairs)
+        start = {p: values.get(p, self.local(p)) for p in self.of}
+        for p, whole in self.collect(start).items():
+            p.data = whole
+        for p, rows in start.items():
+            if p not in self.owner and p.requires_grad:
+                p.data = rows.clone() if p not in values else rows
+        return sets
+
+    def _own(self, pairs: Sequence[SymmetricPair]) -> list[list[SymmetricPair]]:
+        """Spread the pairs over the processes, the largest sets that hang together first."""
+        home: dict[Tensor, list[Tensor]] = {}
+        for pair in pairs:
+            together = list(dict.fromkeys(q for p in pair.parameters() for q in home.get(p, [p])))
+            home.update((p, together) for p in together)
+        load, of_set = [0] * self.world.size, dict[int, list[SymmetricPair]]()
+        for one in sorted({id(s): s for s in home.values()}.values(), key=lambda s: -sum(p.numel() for p in s)):
+            rank = load.index(min(load))
+            load[rank] += sum(p.numel() for p in one)
+            self.owner.update((p, rank) for p in one)
+        for pair in pairs:
+            of_set.setdefault(id(home[pair.parameters()[0]]), []).append(pair)
+        return list(of_set.values())
+
+    def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Send the rows of parameters to their owners; return the full parameters that this process owns.
+
+        All processes have rows of the same parameters; those without an owner are left out.
+        """
+        whole = {p: t.new_empty(self.of[p].shape) for p, t in rows.items() if self.is_mine(p)}
+        self._exchange(rows, whole, to_owners=True)
+        return whole
+
+    def spread(self, whole: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
+        """Send full parameters from their owners to ``rows``, which every process has for the same parameters."""
+        self._exchange(rows, whole, to_owners=False)
+
+    @torch.no_grad()
+    def _exchange(self, rows: Mapping[Tensor, Tensor], whole: Mapping[Tensor, Tensor], *, to_owners: bool) -> None:
+        moving, ranks = [p for p in rows if p in self.owner], range(self.world.size)
+        if not moving:
+            return
+        theirs = [[rows[p] for p in moving if self.owner[p] == rank] for rank in ranks]
+        mine = [[whole[p][self.rows(p, rank)] for p in moving if self.is_mine(p)] for rank in ranks]
+        sent, places = (theirs, mine) if to_owners else (mine, theirs)
+        nothing = rows[moving[0]].new_empty(0)
+        flat = [torch.cat([nothing, *(t.reshape(-1) for t in part)]) for part in sent]
+        received = self.world.exchange(flat, [sum(t.numel() for t in into) for into in places])
+        for numbers, into in zip(received, places, strict=True):
+            parts = numbers.split([t.numel() for t in into]) if into else []
+            for t, part in zip(into, parts, strict=True):
+                t.copy_(part.view(t.shape))
+
+
+class ShardedState(State):
+    """The values of a sharded model's parameters: this process's rows of the changed ones, which are read in full."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__()
+        self._shards = shards
+
+    def of(self, p: Tensor) -> Tensor:
+        """Return the whole value of a parameter."""
+        if p not in self._shards.of or (p not in self and p.dim() < 2):
+            return super().of(p)
+        rows = self[p] if p in self else self._shards.local(p)
+        return self._shards.whole(p, rows).to(torch.promote_types(p.dtype, torch.float64))
+
+    def __setitem__(self, p: Tensor, value: Tensor) -> None:
+        super().__setitem__(p, value[self._shards.rows(p)].clone() if p in self._shards.of else value)
 
 
 class ShardedSpace(WeightSpace):
-    """The space of a model after ``fully_shard``, the same on all processes of its mesh, see :mod:`sharpness.shards`.
+    """The space of a model after ``fully_shard``, the same on all processes of its mesh, see :class:`Shards`.
 
     A vector, (dim,), holds the coordinates of this process: of the rows that lie here, and of the pairs that it owns.
     Its methods are collective: every process has to call them, in the same order. The shards are written in place,
@@ -129,7 +309,7 @@ class ShardedSpace(WeightSpace):
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self.parameters.items()}
         pairs = tuple(in_copy(self.pairs, self._home, self.model))
         if self._places is None:
-            with pointing_to(self._home, {p: hollow(q) for p, q in shards.of.items()}):
+            with pointing_to(self._home, {p: _hollow(q) for p, q in shards.of.items()}):
                 all_pairs = find_symmetric_pairs(self._home, include_frozen=True)
                 self._places = Places(self._home, self.parameters, all_pairs)
         each = (

@@ -26,18 +26,7 @@ from torch import Tensor
 
 from ..metrics import Gram, Metric, Pair
 
-__all__ = [
-    "Path",
-    "arc",
-    "energy",
-    "first_path",
-    "flat",
-    "hermitian",
-    "moved_end",
-    "polar",
-    "unflat",
-    "weights",
-]
+__all__ = ["Path", "arc", "energy", "first_path", "flat", "hermitian", "moved_end", "polar", "unflat", "weights"]
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from ..distributed import World, torchrun
 from ..errors import naming, require_extra
 from ..files import check_apart, check_file, check_folder, write_json
 from ..measures import LOCAL, checked_radii, measure_of
+from ..results import SharpnessResult
 from ..study.plan import as_data, of_model, places, read_choice
 from ..study.run import measured, versions
 from . import as_json, checked_device
@@ -243,7 +244,7 @@ def run(
                 )  # fmt: skip
             written["results"].append({"quantity": name, **result.to_dict()})
             if shown:
-                print(result, *_spread(result), "\n", sep="\n", end="", flush=True)
+                print(result, _spread(result), "\n", sep="\n", end="", flush=True)
             if leader and out is not None:
                 write_json(out, written)
             if leader and figures is not None and name not in LOCAL:
@@ -270,19 +271,19 @@ def _check_outputs(out: Path | None, figures: Path | None, model: list[Any], dat
         check_apart(out, [*model, *data], folders)
 
 
-def _spread(result: Any) -> list[str]:
-    """Return the standard error over the batches at every radius of a search."""
-    if not hasattr(result, "rhos"):
-        return []
-    values = {rho: [b.value for b in result[rho].batches] for rho in result.rhos}
-    count = len(result.batches) // len(values)
+def _spread(result: SharpnessResult) -> str:
+    """Say the standard error over the batches at every radius."""
+    count = len(result.batches) // len(result.rhos)
     if count == 1:
-        return ["one batch: no spread"]
-    errors = ", ".join(f"{stdev(v) / count**0.5:.2g} at rho = {rho:g}" for rho, v in values.items())
-    return [f"standard error over the {count} batches: {errors}"]
+        return "one batch: no spread"
+    errors = [
+        f"{stdev(b.value for b in result[rho].batches) / count**0.5:.2g}{f' at rho = {rho:g}' if rho else ''}"
+        for rho in result.rhos
+    ]
+    return f"standard error over the {count} batches: {', '.join(errors)}"
 
 
-def _draw(figures: Path, model: Any, batches: Any, result: Any, passes: dict[str, Any]) -> None:
+def _draw(figures: Path, model: Any, batches: Any, result: SharpnessResult, passes: dict[str, Any]) -> None:
     try:
         for path in plots.plot_model(model, batches[0], result, figures, **passes):
             print(f"drawn: {path}", file=sys.stderr)

@@ -32,7 +32,6 @@ from .results import Record, read_record
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..results import SharpnessResult
 
 __all__ = ["measured", "read_failures", "read_rows", "run_sweep", "versions"]
 
@@ -168,44 +167,29 @@ def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str
 
 
 def _sharpness(
-    job: Mapping[str, Any], model: nn.Module, batches: Batches, group: ProcessGroup | None
+    job: Mapping[str, Any], model: nn.Module, data: Batches, group: ProcessGroup | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], tuple[str, ...]]:
     """Return a row for each radius, the radii that failed, and remarks."""
     radii, failed = sorted(job["rho"]), list[dict[str, Any]]()
     settings = {**job["settings"], "ablation": job["ablation"], "group": group}
     while True:
         try:
-            result = measured(
-                job["measure"], model, batches, rho=radii, keep_directions=False, progress=False, **settings
-            )
+            result = measured(job["measure"], model, data, rho=radii, keep_directions=False, progress=False, **settings)
             break
         except RadiusError as error:
             if len(radii) < 2:
                 raise
             failed.append({"rho": radii.pop(), "error": words_of(error)})
-    if job["measure"] in LOCAL:
-        return [{"rho": 0.0, "trace": result.trace, **_row(result)}], [], result.remarks
-    rows = [
-        {
-            "rho": rho,
-            **_row(result[rho]),
-            "error_increase": result[rho].error_increase,
-            "unconverged": sum(b.converged is False for b in result[rho].batches),
-            "min_singular_value": result.min_singular_value,
-            "num_null": result.num_null,
-        }
-        for rho in result.rhos
-    ]
+    rows = []
+    for rho in result.rhos:  # 0 for a quantity at the weights
+        part, batches = result[rho], result[rho].batches
+        row = {"rho": rho, "sharpness": float(part), "per_batch": [b.value for b in batches], "trace": part.trace}
+        about = {"base_loss": fmean(b.base_loss for b in batches), "error_increase": part.error_increase}
+        counts = {"passes": sum(b.passes for b in batches), "unconverged": sum(b.converged is False for b in batches)}
+        rows.append(
+            {**row, **about, **counts, "min_singular_value": part.min_singular_value, "num_null": part.num_null}
+        )
     return rows, failed, result.remarks
-
-
-def _row(result: SharpnessResult) -> dict[str, Any]:
-    return {
-        "sharpness": float(result),
-        "per_batch": [b.value for b in result.batches],
-        "base_loss": fmean(b.base_loss for b in result.batches),
-        "passes": sum(b.passes for b in result.batches),
-    }
 
 
 def _fit(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 import json
+import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -48,11 +48,14 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
         cli.main(["nothing"])
 
 
-def test_help_and_module():
-    found = subprocess.run([sys.executable, "-m", "sharpness", "demo", "--help"], capture_output=True, text=True)
-    assert found.returncode == 0
+def test_help_and_module(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sharpness", "demo", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("sharpness", run_name="__main__")
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
     for option in ("--seed", "--out", "--quiet"):
-        assert option in found.stdout
+        assert option in printed
 
 
 def test_run_on_files(tmp_path, capsys, monkeypatch):

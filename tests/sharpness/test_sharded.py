@@ -1,11 +1,20 @@
-"""A sharded model gives what it gives whole: FSDP2 over processes of this machine."""
+"""Sharded models (FSDP2): the twin and its owners, what is refused, and the same results as whole over processes."""
 
 import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests import sharded
+import sharpness
+from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
+from reproduction.additive import AdditiveMeasure
+from sharpness.distributed import World
+from sharpness.sharded import ShardedSpace, ShardedState, Shards
+from tests import networks, sharded
 from tests.extent import EXHAUSTIVE
 from tests.processes import together
 
@@ -67,3 +76,190 @@ def test_a_process_that_fails_ends_all_and_leaves_the_weights(out):
     own = {how: json.loads((out / f"{how}-1.json").read_text())[:2] for how in ("error", "interrupt")}
     assert own["error"] == ["RuntimeError: no more", True]
     assert own["interrupt"] == ["KeyboardInterrupt: ", True]
+
+
+# -- in one process ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_twin_has_the_same_pairs_and_no_memory():
+    model = networks.vit()
+    expected = [(p.name, p.group, p.n, p.m) for p in find_symmetric_pairs(model)]
+    shards = Shards(sharded.sharded(model))
+    assert [(p.name, p.group, p.n, p.m) for p in find_symmetric_pairs(shards.twin)] == expected
+    matrices = [p for p in shards.twin.parameters() if p.dim() > 1]
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in matrices)
+    assert not any(hasattr(m, "reshard") or m._forward_pre_hooks for m in shards.twin.modules())
+    assert type(shards.twin).__name__ == "ViTForImageClassification"
+
+
+def test_hooks_of_the_user_stand_on_the_twin():
+    """They may change what a layer computes, which discovery looks for."""
+    model = networks.vit()
+    query = networks.projections(networks.vit_layers(model)[0].attention)[0]
+    query.register_forward_hook(lambda m, x, y: y.relu())
+    name = next(name for name, m in model.named_modules() if m is query)
+    shards = Shards(sharded.sharded(model))
+    assert list(shards.twin.get_submodule(name)._forward_hooks) == list(query._forward_hooks)
+
+
+def test_all_parameters_of_a_pair_have_one_owner_and_owners_have_alike():
+    shards = Shards(fully_shard(networks.vit(layers=6)))
+    found = stacks(find_symmetric_pairs(shards.twin))
+    shards.world.size = 3
+    sets = shards._own([p for s in found for p in s.pairs])
+    assert sorted(p.name for one in sets for p in one) == sorted(p.name for s in found for p in s.pairs)
+    assert all(len({shards.owner[q] for p in one for q in p.parameters()}) == 1 for one in sets)
+    load = [sum(p.numel() for p, rank in shards.owner.items() if rank == r) for r in range(3)]
+    assert min(load) == max(load) > 0
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 7])
+def test_rows_are_those_of_chunks(count):
+    """As torch.chunk cuts, so does FSDP: the last processes may have fewer rows, or none."""
+    model = fully_shard(nn.Linear(3, count))
+    shards = Shards(model)
+    weight = shards.twin.weight
+    for size in (1, 2, 3, 4):
+        shards.world.size = size
+        parts = list(torch.arange(count).chunk(size))
+        found = [torch.arange(count)[shards.rows(weight, rank)] for rank in range(size)]
+        assert [t.tolist() for t in found if len(t)] == [t.tolist() for t in parts]
+
+
+def test_a_state_keeps_rows_and_reads_them_whole():
+    model = fully_shard(nn.Linear(3, 2))
+    shards = Shards(model)
+    state, W = ShardedState(shards), shards.twin.weight
+    assert torch.equal(state.of(W), model.weight.full_tensor())
+    value = torch.arange(6.0).view(2, 3)
+    state[W] = value
+    value += 1  # what is kept is a copy
+    assert torch.equal(state.of(W), torch.arange(6.0).view(2, 3))
+
+
+def evaluated(model, **options):
+    return sharpness.evaluate(model, [networks.images()], measure="adaptive", steps=1, progress=False, **options)
+
+
+def test_what_is_refused():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"has param_dtype=torch\.bfloat16 in its mixed-precision policy"):
+        evaluated(fully_shard(networks.vit(), mp_policy=policy))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"has reduce_dtype=torch\.bfloat16"):
+        evaluated(fully_shard(networks.vit(), mp_policy=policy))
+    hooked = fully_shard(networks.vit())
+    hooked.classifier.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="has a hook that runs after every backward pass"):
+        evaluated(hooked)
+    silent = sharded.sharded(networks.vit())
+    silent.set_requires_gradient_sync(False)
+    with pytest.raises(ValueError, match="no gradient reached the shards"):
+        evaluated(silent)
+    broken = networks.vit()
+    broken.classifier.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"'classifier\.weight' has NaN or infinite entries"):
+        ShardedSpace(sharded.sharded(broken), sharpness.MEASURES["adaptive"], examples=World())
+    part = networks.vit()
+    fully_shard(networks.vit_layers(part)[0])
+    with pytest.raises(ValueError, match="is not sharded while others are; call fully_shard on the whole model"):
+        evaluated(part)
+    hybrid = fully_shard(networks.vit(), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")))
+    with pytest.raises(ValueError, match="only FSDP2 over a mesh of one dimension"):
+        evaluated(hybrid)
+    with pytest.raises(ValueError, match=r"is torch.bfloat16, in which small changes are lost"):
+        evaluated(fully_shard(networks.vit().bfloat16()))
+    model = sharded.sharded(networks.vit())
+    with pytest.raises(ValueError, match="the Hessian of a sharded model is not measured"):
+        sharpness.hessian(model, [networks.images()])
+    with pytest.raises(ValueError, match="works on whole models only"):
+        sharpness.evaluate(
+            model, [networks.images()], progress=False,
+            measure=AdditiveMeasure("additive", pair_metric="inv", rho=0.1),
+        )  # fmt: skip
+    direction = evaluated(networks.vit()).direction(0)
+    with (
+        pytest.raises(ValueError, match="a sharded model cannot be moved along a direction"),
+        sharpness.perturbed(model, direction),
+    ):
+        pass
+    with pytest.raises(ValueError, match="whole weights are needed here"):
+        sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), lr=0.1), rho=0.1)
+
+
+def test_directions_are_kept_on_request_and_pairs_of_the_model_can_be_named():
+    torch.manual_seed(0)
+    whole = networks.vit()
+    expected = sharpness.evaluate(whole, [networks.images()], steps=2, pairs=find_symmetric_pairs(whole)[:2])
+    model = sharded.sharded(whole)
+    with pytest.raises(KeyError):
+        evaluated(model).direction(0)
+    pairs = find_symmetric_pairs(model)[:2]
+    found = sharpness.evaluate(model, [networks.images()], steps=2, pairs=pairs, keep_directions=True, progress=False)
+    assert float(found) == pytest.approx(float(expected), rel=1e-10)
+    assert found.direction(0).norm == pytest.approx(expected.direction(0).norm, rel=1e-10)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        sharpness.evaluate(model, [networks.images()], pairs=find_symmetric_pairs(networks.vit()), progress=False)
+
+
+def test_frozen_weights_are_folded_and_put_back():
+    """The canonical form moves frozen weights too, in place; they come back, on an error also."""
+    torch.manual_seed(0)
+    whole = networks.vit()
+    whole.vit.embeddings.requires_grad_(False)
+    networks.vit_layers(whole)[0].mlp.requires_grad_(False)
+    expected = float(sharpness.evaluate(whole, [networks.images()], measure="complete-inv", steps=2, progress=False))
+    model, calls = sharded.sharded(whole), []
+    before = sharded.rows_of(model)
+    options = {"measure": "complete-inv", "steps": 2, "progress": False}
+    assert float(sharpness.evaluate(model, [networks.images()], **options)) == pytest.approx(expected, rel=1e-10)
+    assert sharded.same(before, sharded.rows_of(model))
+
+    def stops(model, batch):
+        calls.append(1)
+        if len(calls) == 6:
+            raise RuntimeError("no more")
+        return nn.functional.cross_entropy(model(batch[0]).logits, batch[1])
+
+    with pytest.raises(RuntimeError, match="no more"):
+        sharpness.evaluate(model, [networks.images()], stops, **options)
+    assert sharded.same(before, sharded.rows_of(model))
+
+
+def test_gathered_weights_are_given_back_first():
+    """After a pass without a gradient FSDP keeps the root's weights whole; then nothing would look sharded."""
+    torch.manual_seed(0)
+    model, images = fully_shard(networks.vit()), networks.images()
+    expected = float(evaluated(model))
+    with torch.no_grad():
+        model(images[0])
+    assert not any(type(p).__name__ == "DTensor" for p in model.parameters())
+    assert float(evaluated(model)) == expected
+    with pytest.raises(ValueError, match="the loss of batch 0 is nan"):
+        sharpness.evaluate(model, [images], lambda m, b: m(b[0]).logits.sum() * torch.nan, progress=False)
+    assert float(evaluated(model)) == expected
+
+
+def test_gradients_of_the_user_stay_as_they_are():
+    """Those of parameters that do not move too."""
+    model = sharded.sharded(networks.vit())
+    model(networks.images()[0]).logits.square().sum().backward()
+    before = {name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None}
+    evaluated(model, only="layer")
+    assert before
+    assert all(torch.equal(before[n], p.grad.to_local()) for n, p in model.named_parameters() if n in before)
+
+
+def test_a_direction_names_pairs_of_the_model_not_of_its_twin():
+    model = sharded.sharded(networks.vit())
+    direction = sharpness.evaluate(model, [networks.images()], steps=1, progress=False, keep_directions=True).direction(
+        0
+    )
+    assert all(b.module in set(model.modules()) for p in direction.pairs for b in p.G + p.H)
