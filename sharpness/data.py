@@ -244,7 +244,7 @@ def _dataset(choice: DataChoice, loaded: LoadedModel) -> Examples:
     if isinstance(data, datasets.DatasetDict):
         raise ValueError(f"{source} has the splits {', '.join(data)}; name one as {Path(source, next(iter(data)))}")
     wanted = [c for c in (choice.text, choice.pair, choice.label) if c in data.features]
-    rows = [strings(row) for row in data.select_columns(wanted)]
+    rows = [strings(row) for row in data.select_columns(wanted).to_list()]
     names: Any = None if loaded.predicts else getattr(data.features.get(choice.label), "names", None)
     for row in rows if names else ():
         number = int(row.get(choice.label, -1))
