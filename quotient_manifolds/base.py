@@ -374,11 +374,3 @@ class QuotientManifold(geoopt.Manifold):
             f"the vector is not horizontal: its vertical part has norm {longest:.3g} in the metric, more "
             f"than atol = {atol}, rtol = {rtol} allow; use proju"
         )
-
-
-def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw Gaussians of unit variance per real coordinate, on the generator's device, and move them to ``like``."""
-    size = (*shape, 2) if like.is_complex() else shape
-    device = like.device if generator is None else generator.device
-    drawn = torch.randn(size, dtype=like.dtype.to_real(), device=device, generator=generator).to(like.device)
-    return torch.view_as_complex(drawn) if like.is_complex() else drawn

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
+from .manifold import MANIFOLDS
 from .means import ConvergenceError
 from .symmetries.discovery import find_symmetric_pairs
 from .symmetries.lora import adapter_pairs, adapter_tensors, lora_layers
-from .symmetries.pairs import MANIFOLDS, SymmetricPair, check_pairs
+from .symmetries.pairs import SymmetricPair, check_pairs
 from .symmetries.stacks import stacks
 
 __all__ = ["ModelDistance", "PairDistance", "average_lora_", "model_distance"]

@@ -33,6 +33,7 @@ __all__ = [
     "rank_tolerance",
     "root",
     "row_power",
+    "standard_normal",
     "sylvester",
     "symmetric_part_doubled",
     "weighted_sylvester",
@@ -186,3 +187,11 @@ def weighted_sylvester(M: Tensor, N: Tensor, R_H: Tensor, R_G: Tensor) -> Callab
     e, S = torch.linalg.eigh(R_G.mH @ N @ R_G)
     left, right, denominator = R_H @ Q, R_G @ S, d.unsqueeze(-1) + e.unsqueeze(-2)
     return lambda B: left @ ((left.mH @ B @ right) / denominator) @ right.mH
+
+
+def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw Gaussians of unit variance per real coordinate, on the generator's device, and move them to ``like``."""
+    size = (*shape, 2) if like.is_complex() else shape
+    device = like.device if generator is None else generator.device
+    drawn = torch.randn(size, dtype=like.dtype.to_real(), device=device, generator=generator).to(like.device)
+    return torch.view_as_complex(drawn) if like.is_complex() else drawn

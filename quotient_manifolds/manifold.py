@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import means
-from .base import QuotientManifold, standard_normal, with_finite_results
+from .base import QuotientManifold, with_finite_results
 from .checks import as_count, as_shape, check_dtype, check_finite, check_same, check_tensors, check_vector
 from .gauge import Gauge, gauge_in_units
-from .linalg import column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance
+from .linalg import column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance, standard_normal
 from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
 
-__all__ = ["GLQuotient", "GLQuotientInv", "GLQuotientMix"]
+__all__ = ["MANIFOLDS", "GLQuotient", "GLQuotientInv", "GLQuotientMix"]
 
 _scaled = QuotientManifold.__scaling__.copy()
 
@@ -366,3 +366,6 @@ class GLQuotientMix(GLQuotient):
     name = "GLQuotientMix"
     __scaling__ = GLQuotient.__scaling__.copy()
     metric = MIX
+
+
+MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from . import geodesics
-from .base import TangentSpace, standard_normal
+from .base import TangentSpace
 from .gauge import Gauge
-from .linalg import in_own_precision, largest, power_of_two, root, row_power
+from .linalg import in_own_precision, largest, power_of_two, root, row_power, standard_normal
 from .metrics import LocalMetric, Metric, Pair
 
 __all__ = ["GLTangentSpace", "draw_gaussians"]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from .base import QuotientManifold, standard_normal
+from .base import QuotientManifold
 from .checks import check_tensors
 from .geodesics import GeodesicExitError
+from .linalg import standard_normal
 
 __all__ = ["ManifoldCheck", "ManifoldReport", "check_manifold"]
 

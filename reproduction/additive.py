@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, TangentSpace
-from quotient_manifolds.base import standard_normal
-from quotient_manifolds.linalg import hermitian_power, in_double, pack, weighted_sylvester
+from quotient_manifolds.linalg import hermitian_power, in_double, pack, standard_normal, weighted_sylvester
 from quotient_manifolds.metrics import Gram, LocalMetric, Pair
 from sharpness.measures import Measure, PairBlock
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import Gauge, GLTangentSpace, canonical_gauge
-from quotient_manifolds.base import standard_normal
-from quotient_manifolds.linalg import at_least_float32, in_double
+from quotient_manifolds.linalg import at_least_float32, in_double, standard_normal
 from quotient_manifolds.symmetries import PairStack
 
 __all__ = ["MEASURES", "ElementwiseBlock", "Measure", "PairBlock", "checked_radii", "get_measure"]

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..base import standard_normal
-from ..linalg import hermitian_power, weighted_sylvester
+from ..linalg import hermitian_power, standard_normal, weighted_sylvester
 from ..metrics import Pair
 from .paths import Bent, Path, energy, flat, hermitian, unflat, weights
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import standard_normal
+from ..linalg import standard_normal
 from .modules import check_model
 
 __all__ = ["GL", "Block", "BlockStack", "block", "random_elements"]

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..base import standard_normal
 from ..gauge import canonical_gauge
-from ..linalg import at_least_float32, in_double
+from ..linalg import at_least_float32, in_double, standard_normal
 from .blocks import random_elements
 from .pairs import UNCERTIFIED, SymmetricPair
 from .stacks import PairStack, stacks

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..base import standard_normal
+from ..linalg import standard_normal
 from .attention import PLANES, Heads
 from .blocks import BlockStack
 from .certificate import ROUNDING, broken, orbit_residuals, output_gradients

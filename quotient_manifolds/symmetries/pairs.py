@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import GL, Block, BlockStack, block
 
-__all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "factor_pair", "in_copy", "pair"]
+if TYPE_CHECKING:
+    from ..manifold import GLQuotientInv, GLQuotientMix
 
-MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
+__all__ = ["SymmetricPair", "check_pairs", "factor_pair", "in_copy", "pair"]
 
 #: Reasons why weights are no pair.
 TIED = "both factors contain the same weights; only an orthogonal group is left"
@@ -149,6 +150,8 @@ class SymmetricPair:
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold on which the tensor of :meth:`gather` is a point; metric is ``"inv"`` or ``"mix"``."""
+        from ..manifold import MANIFOLDS  # the optimisers need no manifold
+
         return MANIFOLDS[metric](self.n, self.m)
 
     def parameters(self) -> list[Tensor]:

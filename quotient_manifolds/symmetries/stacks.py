@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..gauge import canonical_gauge
 from ..linalg import in_double
-from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import GL, Block, BlockStack
 from .modules import is_sharded
-from .pairs import MANIFOLDS, SHARED, SymmetricPair, check_pairs, refused
+from .pairs import SHARED, SymmetricPair, check_pairs, refused
+
+if TYPE_CHECKING:
+    from ..manifold import GLQuotientInv, GLQuotientMix
 
 __all__ = ["PairList", "PairStack", "coverage", "sharing", "stacks", "without_sharing"]
 
@@ -69,7 +72,7 @@ class PairStack:
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
-        return MANIFOLDS[metric](self.n, self.m)
+        return self.pairs[0].manifold(metric)
 
     def point_like(self, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor]:
         """Return the shape of the stacked point, and an empty tensor of its dtype, for real weights of ``dtype``."""

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base import standard_normal
 from ...batches import default_forward
-from ...linalg import at_least_float32
+from ...linalg import at_least_float32, standard_normal
 from ..certificate import certify, change, largest, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
 from ..modules import check_model, running_copy
