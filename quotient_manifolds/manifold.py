@@ -23,7 +23,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from . import means
 from .base import QuotientManifold, with_finite_results
 from .checks import as_count, as_shape, check_dtype, check_finite, check_same, check_tensors, check_vector
-from .gauge import Gauge, gauge_in_units
+from .gauge import gauge_in_units
 from .linalg import column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance, standard_normal
 from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
@@ -63,29 +63,6 @@ class GLQuotient(QuotientManifold):
         if not holds(space.present[..., -1]):  # then it is worth factorising each factor
             self._check_point(x.detach())
         return space
-
-    def at_gauge(
-        self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None, moved: bool = False
-    ) -> GLTangentSpace:
-        """Return the tangent space at a point of known gauge, without factorising again.
-
-        Unlike :meth:`tangent_space_at`, it accepts rank-deficient points: directions with σ_i = 0 count as absent.
-
-        Parameters
-        ----------
-        gauge : Gauge
-            From :func:`canonical_gauge`; (…, n + m, h).
-        x : Tensor, optional
-            The representative that vectors belong to; by default the canonical one.
-        tolerance : float, optional
-            Directions with σ_i below it, relative to σ_1, count as absent in coordinates and random vectors; by
-            default those at rounding level.
-        moved : bool
-            x has moved since its gauge was computed. Gram matrices are recomputed in the frame of the old group
-            element. :meth:`GLTangentSpace.inner`, ``acceleration`` and ``retr`` are exact; ``proju``,
-            ``coordinates`` and random vectors are not.
-        """
-        return GLTangentSpace(self.metric, gauge, x, tolerance=tolerance, moved=moved)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`, (…, n + m, h); A is (…, h, h), invertible."""

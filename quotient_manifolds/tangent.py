@@ -24,6 +24,26 @@ __all__ = ["GLTangentSpace", "draw_gaussians"]
 class GLTangentSpace(TangentSpace):
     r"""The horizontal space at one point of a GL(h) quotient; ``manifold.tangent_space_at(x)`` makes it.
 
+    Made from a known gauge it factorises nothing, and accepts points that lack rank: directions with σ_i = 0 count as
+    absent.
+
+    Parameters
+    ----------
+    metric : Metric
+        ``quotient_manifolds.metrics.METRICS["inv"]`` or ``["mix"]``.
+    gauge : Gauge
+        From :func:`quotient_manifolds.canonical_gauge`; (…, n + m, h).
+    x : Tensor, optional
+        The representative that vectors belong to; by default the canonical one.
+    unit : Tensor, optional
+        The number by which the point was divided before its gauge was computed, (…, 1, 1).
+    tolerance : float, optional
+        Directions with σ_i below it, relative to σ_1, count as absent in coordinates and random vectors; by default
+        those at rounding level.
+    moved : bool
+        x has moved since its gauge was computed. Gram matrices are recomputed in the frame of the old group element.
+        :meth:`inner`, ``acceleration`` and ``retr`` are exact; ``proju``, ``coordinates`` and random vectors are not.
+
     Attributes
     ----------
     metric : Metric

@@ -146,7 +146,7 @@ class AdditiveBlock(PairBlock):
             raise ValueError("the additive relaxation has no geodesic equation; use second-order")
         assert x is not None
         assert isinstance(self.measure, AdditiveMeasure)
-        return AdditiveTangentSpace(self.manifold, x, self.measure.relaxation)
+        return AdditiveTangentSpace(self.stack.manifold(str(self.measure.pair_metric)), x, self.measure.relaxation)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def align(manifold: GLQuotientInv | GLQuotientMix, x: Tensor, y: Tensor, relativ
     """
     dtype, (x, y) = x.dtype, torch.broadcast_tensors(in_double(x), in_double(y))
     space = manifold.tangent_space_at(x)
-    flat = manifold.at_gauge(space.gauge)
+    flat = GLTangentSpace(manifold.metric, space.gauge)
     g, (G, H) = canonical_gauge(*flat.split(y)), flat.split(flat.x)
     # The unitary between the two canonical gauges, from both factors together.
     start = g.x @ polar(g.G.mH @ G + g.H.mH @ H)

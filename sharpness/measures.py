@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quotient_manifolds import Gauge, GLTangentSpace, canonical_gauge
 from quotient_manifolds.linalg import at_least_float32, in_double, standard_normal
+from quotient_manifolds.metrics import METRICS
 from quotient_manifolds.symmetries import PairStack
 
 __all__ = ["MEASURES", "ElementwiseBlock", "Measure", "PairBlock", "checked_radii", "get_measure"]
@@ -278,12 +279,12 @@ class PairBlock:
 
     def __init__(self, stack: PairStack, measure: Measure, dtype: torch.dtype, *, at_model: bool = False) -> None:
         assert measure.pair_metric is not None
-        self.stack, self.measure, self.manifold = stack, measure, stack.manifold(measure.pair_metric)
+        self.stack, self.measure = stack, measure
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
         with torch.no_grad():
             x = in_double(stack.gather())
-            gauge = canonical_gauge(*self.manifold.unpack_tensor(x))
+            gauge = canonical_gauge(*x.split([stack.n, stack.m], dim=-2))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
             rounded = gauge.to(dtype)
             self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
@@ -300,7 +301,7 @@ class PairBlock:
         It has the attributes and methods of :class:`quotient_manifolds.GLTangentSpace` that are used here: ``x``,
         ``retr``, ``coordinates``, ``from_coordinates``, ``dual_coordinates``, ``project_coordinates`` and ``random``.
         """
-        return self.manifold.at_gauge(gauge, x, tolerance=self._tolerance)
+        return GLTangentSpace(METRICS[str(self.measure.pair_metric)], gauge, x, tolerance=self._tolerance)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all pairs."""
@@ -382,8 +383,8 @@ class PairBlock:
         """Go to the model's own representative. The gauge may be an older one: any that is well conditioned will do."""
         x, gauge = self.stack.gather(), self.tangent.gauge
         if factorise or not bool(self.tangent.present.all()):
-            gauge = canonical_gauge(*self.manifold.unpack_tensor(in_double(x))).to(x.dtype)
-        self.tangent = self.manifold.at_gauge(gauge, x, tolerance=self._tolerance, moved=True)
+            gauge = canonical_gauge(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype)
+        self.tangent = GLTangentSpace(self.tangent.metric, gauge, x, tolerance=self._tolerance, moved=True)
 
     def num_exited_pairs(self, c: Tensor) -> int:
         """Count the pairs whose exact geodesic along c was shortened so that it stays on the manifold."""

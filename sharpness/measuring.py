@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
-from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
+from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
 from quotient_manifolds.symmetries.modules import plain_class, plain_names
 from quotient_manifolds.symmetries.pairs import CHANGES
-from quotient_manifolds.symmetries.registry import candidates, handler_of
+from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
 from quotient_manifolds.symmetries.stacks import PairList
 
 from .building import trainable
@@ -163,7 +163,7 @@ class BatchLoss:
             self.space.move_to(None)
             alike = abs(after - before) <= rounding * max(abs(after), abs(before), floor)
             if not self.space.world.all(alike):
-                raise symmetries.NotASymmetryError(pair, residuals[pair], tolerance)
+                raise NotASymmetryError(pair, residuals[pair], tolerance)
 
 
 def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
@@ -209,7 +209,7 @@ def measured(
         first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
         remarks: list[str] = []
         loss, given = _check_first(model, objective, first, measure, pairs, remarks)
-        found = symmetries.find_symmetric_pairs(model) if measure.divides and given is None and not sharded else given
+        found = find_symmetric_pairs(model) if measure.divides and given is None and not sharded else given
         if measure.form == "own":
             space = make(measure, found)
         else:
@@ -232,8 +232,8 @@ def _check_first(
     if may_examine and candidates(model):
         pairs = _examined(model, objective, batch, remarks)
     try:
-        loss: float = symmetries.check_coverage(model, run, pairs or ()) if measure.divides else run()
-    except symmetries.UnknownAttentionError as error:
+        loss: float = check_coverage(model, run, pairs or ()) if measure.divides else run()
+    except UnknownAttentionError as error:
         if given:
             _warn(f"outside of the pairs that were given, {error}", remarks)
             loss = run()
@@ -241,7 +241,7 @@ def _check_first(
             raise
         else:
             pairs = _examined(model, objective, batch, remarks)
-            loss = symmetries.check_coverage(model, run, pairs)
+            loss = check_coverage(model, run, pairs)
     if not math.isfinite(loss):
         raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
     objective.check_pieces(model, batch)
@@ -255,7 +255,7 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
         with objective.only_values():
             return [objective(model, part).loss for _, part in objective.pieces(model, batch)]
 
-    pairs, plain = symmetries.find_symmetric_pairs(model, batch=batch, forward=losses), plain_names(model)
+    pairs, plain = find_symmetric_pairs(model, batch=batch, forward=losses), plain_names(model)
     classes = {plain(name): type(m).__name__ for name, m in model.named_modules() if handler_of(m) is None}
     reasons: dict[str, list[str]] = {}
     for p in pairs:

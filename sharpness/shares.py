@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import Block as Part
-from quotient_manifolds.symmetries.whole import wiring_of
 
 from .distributed import World
 from .measures import Block, PairBlock
@@ -117,13 +116,11 @@ class Places:
             for part in pair.G + pair.H + pair.null:
                 self._inside.setdefault(part.tensor, []).append((_part_of_pair(pair), part))
         attention = {_block(p.module) for p in pairs if p.head is not None}
-        wiring = wiring_of(model)
-        heads = {p for _, a in wiring.classifiers for p in a.parameters} if wiring is not None else set()
         tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
         self._layers, self._rest = dict[Tensor, str](), dict[Tensor, str]()
         for name, p in names.items():
             self._layers[p], self._rest[p] = _layer(name, attention), "MLP"
-            if p in heads or (not heads and _HEAD.search(name)):
+            if self._layers[p] not in attention and _HEAD.search(name):
                 self._rest[p] = "head"
             elif p in tables or (p.dim() > 1 and _EMBEDDING.search(name)):
                 self._rest[p] = "embeddings"
