@@ -16,8 +16,21 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _DisableAutocast
 from torch.autograd import forward_ad
 
-from .checks import as_shape, check_dtype, check_finite, check_same, check_tensors, check_vector
-from .linalg import C, exposed, finite, holds, in_own_precision, pack, root
+from .linalg import (
+    C,
+    as_shape,
+    check_dtype,
+    check_finite,
+    check_same,
+    check_tensors,
+    check_vector,
+    exposed,
+    finite,
+    holds,
+    in_own_precision,
+    pack,
+    root,
+)
 
 __all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
 
@@ -151,8 +164,6 @@ class QuotientManifold(geoopt.Manifold):
     #: A reference to the last point, a copy of it, and the tangent space at the copy.
     _last: tuple[weakref.ref[Tensor], Tensor, TangentSpace] | None = None
 
-    # -- what a subclass provides ------------------------------------------------------------------------------
-
     @abstractmethod
     def _tangent_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
         """Factorise the checked point x."""
@@ -182,10 +193,7 @@ class QuotientManifold(geoopt.Manifold):
         raise NotImplementedError(f"{self} does not define how to draw from its Lie algebra; override random_algebra")
 
     def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a group element for :meth:`act`: here the matrix exponential of a random element of the algebra.
-
-        Override it for a group whose elements are not matrices.
-        """
+        """Draw a group element for :meth:`act`: here, for groups of matrices, the exponential of a random one."""
         return torch.linalg.matrix_exp(self.random_algebra(x, generator))
 
     # -- geometry ----------------------------------------------------------------------------------------------
@@ -210,11 +218,7 @@ class QuotientManifold(geoopt.Manifold):
         return self._tangent_space(x, differentiable)
 
     def _vector_space(self, x: Tensor, u: Tensor, name: str = "u") -> TangentSpace:
-        """Return the tangent space at x for a vector that fits: the last one, if x has not changed since.
-
-        An optimiser asks for the gradient, its length and a step at one point. A copy of that point is remembered with
-        its factorisation, as long as the tensor itself lives.
-        """
+        """Return the tangent space at x for a vector that fits: the last one, if x lives and has not changed since."""
         check_vector(self, x, u, name)
         by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
         if by_transform or (x.requires_grad and torch.is_grad_enabled()):
@@ -241,10 +245,7 @@ class QuotientManifold(geoopt.Manifold):
         return self._vector_space(x, u).acceleration(u)
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
-        """Compute the metric's inner product ⟨u, v⟩ at x (v = u if omitted).
-
-        Real, also for complex points; (…), or (…, 1, 1) with ``keepdim``.
-        """
+        """Compute the metric's inner product ⟨u, v⟩ at x (v = u if omitted); real, shape (…) or (…, 1, 1)."""
         if v is not None:
             check_vector(self, x, v, "v")
         return self._vector_space(x, u).inner(u, v, keepdim=keepdim)
@@ -281,10 +282,7 @@ class QuotientManifold(geoopt.Manifold):
         return self.retr(x, u)
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Transport v from x to y by horizontal projection at y; shape of v.
-
-        Equivariant under one group element that acts on x, y and v.
-        """
+        """Transport v from x to y by horizontal projection at y; shape of v."""
         return self._vector_space(y, v, "v").proju(v)
 
     def projx(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from .means import ConvergenceError
 from .symmetries.discovery import find_symmetric_pairs
 from .symmetries.lora import adapter_pairs, adapter_tensors, lora_layers
 from .symmetries.pairs import SymmetricPair, check_pairs
-from .symmetries.stacks import stacks
+from .symmetries.stacks import PairStack, stacks
 
 __all__ = ["ModelDistance", "PairDistance", "average_lora_", "model_distance"]
 
@@ -301,22 +301,27 @@ def average_lora_(
         device = stack.pairs[0].G[0].tensor.device
         of_names = [[found[name][p.module] for p in stack.pairs] for name in names]
         points = torch.stack([_checked_points(pairs, stack.pairs).to(device) for pairs in of_names])
-        try:
-            mean = stack.manifold(metric).mean(points, given.to(device))
-        except ConvergenceError as error:
-            layer = stack.pairs[int(error.residual.reshape(-1, len(stack)).amax(0).argmax())].module
-            raise ConvergenceError(
-                f"no mean of the adapters of {layer} was found ({metric}): they are too far apart", error.residual
-            ) from error
-        for x, p in zip(mean, stack.pairs, strict=True):
-            x[: p.n] /= p.scale
-        means.append((stack, stack.manifold(metric).canonical(mean)))
+        means.append((stack, _mean(stack, points, given.to(device), metric)))
     shares = [*zip(names, (given / given.sum()).tolist(), strict=True)]
     others = _means_of_others(model, [p for layers in found.values() for p in layers.values()], into, shares)
     for stack, mean in means:  # only now that all are known
         stack.scatter_(mean)
     for target, value in others:
         target.copy_(value)
+
+
+def _mean(stack: PairStack, points: Tensor, weights: Tensor, metric: str) -> Tensor:
+    """Return the canonical mean of scaled points, (adapters, pairs, …), without the scales of the stack's pairs."""
+    try:
+        mean = stack.manifold(metric).mean(points, weights)
+    except ConvergenceError as error:
+        layer = stack.pairs[int(error.residual.reshape(-1, len(stack)).amax(0).argmax())].module
+        raise ConvergenceError(
+            f"no mean of the adapters of {layer} was found ({metric}): they are too far apart", error.residual
+        ) from error
+    for x, p in zip(mean, stack.pairs, strict=True):
+        x[: p.n] /= p.scale
+    return stack.manifold(metric).canonical(mean)
 
 
 def _by_layer(model: nn.Module, name: str) -> dict[str, SymmetricPair]:

@@ -7,8 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import as_count, check_dtype, check_same, check_tensors
-from .linalg import finite, holds, largest, own_precision, pack, power_of_two, row_power
+from .linalg import (
+    as_count,
+    check_dtype,
+    check_same,
+    check_tensors,
+    finite,
+    holds,
+    largest,
+    own_precision,
+    pack,
+    power_of_two,
+    row_power,
+)
 
 __all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_matrix", "gauge_in_units"]
 

@@ -22,9 +22,23 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import means
 from .base import QuotientManifold, with_finite_results
-from .checks import as_count, as_shape, check_dtype, check_finite, check_same, check_tensors, check_vector
 from .gauge import gauge_in_units
-from .linalg import column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance, standard_normal
+from .linalg import (
+    as_count,
+    as_shape,
+    check_dtype,
+    check_finite,
+    check_same,
+    check_tensors,
+    check_vector,
+    column_rank_ratio,
+    exposed,
+    holds,
+    in_double,
+    pack,
+    rank_tolerance,
+    standard_normal,
+)
 from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_tensors
-from .linalg import choose, in_double
+from .linalg import check_tensors, choose, in_double
 
 __all__ = ["ConvergenceError", "FrechetMean", "frechet_mean"]
 

@@ -9,9 +9,21 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, with_finite_results
-from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector
 from .geodesics import as_times, column, raise_on_exit
-from .linalg import holds, in_double, in_own_precision, largest, power_of_two, root, standard_normal
+from .linalg import (
+    as_shape,
+    check_dtype,
+    check_finite,
+    check_tensors,
+    check_vector,
+    holds,
+    in_double,
+    in_own_precision,
+    largest,
+    power_of_two,
+    root,
+    standard_normal,
+)
 from .means import checked_weights
 
 __all__ = ["RescaleQuotient"]

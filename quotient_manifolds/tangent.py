@@ -24,40 +24,26 @@ __all__ = ["GLTangentSpace", "draw_gaussians"]
 class GLTangentSpace(TangentSpace):
     r"""The horizontal space at one point of a GL(h) quotient; ``manifold.tangent_space_at(x)`` makes it.
 
-    Made from a known gauge it factorises nothing, and accepts points that lack rank: directions with σ_i = 0 count as
-    absent.
+    From a known gauge nothing is factorised, and points may lack rank: directions with σ_i = 0 count as absent.
 
     Parameters
     ----------
     metric : Metric
-        ``quotient_manifolds.metrics.METRICS["inv"]`` or ``["mix"]``.
+        The inv or the mix metric, of :data:`quotient_manifolds.metrics.METRICS`.
     gauge : Gauge
-        From :func:`quotient_manifolds.canonical_gauge`; (…, n + m, h).
+        Canonical representative, and the group element that leads to it (:func:`quotient_manifolds.canonical_gauge`).
     x : Tensor, optional
-        The representative that vectors belong to; by default the canonical one.
+        The point, (…, n + m, h); vectors are given and returned at this representative, by default the canonical one.
     unit : Tensor, optional
-        The number by which the point was divided before its gauge was computed, (…, 1, 1).
+        By what the point was divided before its gauge was computed, (…, 1, 1).
     tolerance : float, optional
-        Directions with σ_i below it, relative to σ_1, count as absent in coordinates and random vectors; by default
-        those at rounding level.
+        ``present``, (…, h), are the directions with σ_i above it, relative to σ_1; by default above rounding.
     moved : bool
-        x has moved since its gauge was computed. Gram matrices are recomputed in the frame of the old group element.
-        :meth:`inner`, ``acceleration`` and ``retr`` are exact; ``proju``, ``coordinates`` and random vectors are not.
-
-    Attributes
-    ----------
-    metric : Metric
-        The inv or the mix metric.
-    x : Tensor
-        The point, (…, n + m, h); vectors are given and returned at this representative.
-    gauge : Gauge
-        Canonical representative, and the group element that leads to it.
-    present : Tensor
-        (…, h), which directions are present: those with σ_i above a tolerance relative to σ_1.
+        x has moved since: ``inner``, ``acceleration`` and ``retr`` are exact, projections and coordinates are not.
 
     Examples
     --------
-    One factorisation for a gradient, its length, and a step:
+    One factorisation for a gradient and its length:
 
     >>> import torch
     >>> from quotient_manifolds import GLQuotientInv
@@ -66,7 +52,6 @@ class GLTangentSpace(TangentSpace):
     >>> gradient = space.egrad2rgrad(torch.ones(7, 2))
     >>> space.norm(gradient), space.coordinates(gradient).norm()
     (tensor(3.7417), tensor(3.7417))
-    >>> y = space.expmap(-0.1 * gradient)
     """
 
     def __init__(
@@ -123,8 +108,6 @@ class GLTangentSpace(TangentSpace):
         """Split, and multiply both parts from the right, by nothing for None."""
         xi, eta = u.split(self._rows, dim=-2)
         return (xi, eta) if maps is None else (xi @ maps[0], eta @ maps[1])
-
-    # -- metric and projection -------------------------------------------------------------------------------------
 
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """Compute Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H), W = (M⁻¹, N⁻¹) for inv, (N, M) for mix; (…) or (…, 1, 1)."""
@@ -256,8 +239,7 @@ class GLTangentSpace(TangentSpace):
         """Return the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
         return torch.cat(self._times(e, _adjoint(self._inverse_isometry)), dim=-2) * self._row()
 
-    # The operations of every ascent step, in few passes over the weights: all large tensors are sums of the point, the
-    # vector and the gradient, each times an h × h matrix.
+    # For every ascent step: large tensors are sums of point, vector and gradient, each times an h × h matrix.
 
     def project_coordinates(self, c: Tensor) -> Tensor:
         """Project coordinates onto those of horizontal vectors, in canonical gauge; shape of c."""

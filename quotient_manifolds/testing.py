@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.func import jvp
 
 from .base import QuotientManifold
-from .checks import check_tensors
 from .geodesics import GeodesicExitError
-from .linalg import standard_normal
+from .linalg import check_tensors, standard_normal
 
 __all__ = ["ManifoldCheck", "ManifoldReport", "check_manifold"]
 

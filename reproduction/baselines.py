@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.batches import default_forward
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
+from quotient_manifolds.symmetries.modules import default_forward
 from sharpness.building import trainable
 from sharpness.losses import IGNORED, Objective, labels_of, to_float32
 from sharpness.perturb import becomes_float32, pointing_to

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.batches import default_forward, floats
-from quotient_manifolds.symmetries.modules import Wide
+from quotient_manifolds.symmetries.modules import Wide, default_forward, floats
 
 __all__ = ["Nullity", "nullity"]
 

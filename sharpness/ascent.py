@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quotient_manifolds.checks import as_count
+from quotient_manifolds.linalg import as_count
 
 from .distributed import World
 

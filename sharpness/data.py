@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quotient_manifolds.batches import tree_map
-from quotient_manifolds.checks import as_count
+from quotient_manifolds.linalg import as_count
+from quotient_manifolds.symmetries.modules import tree_map
 
 from .errors import called, naming, require_extra
 from .losses import IGNORED
@@ -71,12 +71,7 @@ class DataChoice:
 
     Examples
     --------
-    Of MNLI's tables, whose labels are words:
-
-    >>> numbers = {"entailment": 0, "neutral": 1, "contradiction": 2}
-    >>> mnli = DataChoice("dev.tsv", text="sentence1", pair="sentence2", label="gold_label", label_map=numbers)
-
-    The same choice for many models, each with its own tokenizer or image transform:
+    One choice serves many models, each with its own tokenizer or image transform:
 
     >>> import sharpness, tempfile, torch
     >>> from sharpness.models import LoadedModel
@@ -119,9 +114,8 @@ class DataChoice:
         Returns
         -------
         list
-            Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs (x, y), where images x
-            are float32 (examples, channels, height, width) and y are int64 (examples,). Its ``remarks`` say what was
-            left out.
+            Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs of images, float32
+            (examples, channels, height, width), and classes. Its ``remarks`` say what was left out.
 
         Raises
         ------

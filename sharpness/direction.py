@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.batches import to_device
-from quotient_manifolds.checks import as_count
+from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
-from quotient_manifolds.symmetries.modules import is_sharded
+from quotient_manifolds.symmetries.modules import is_sharded, to_device
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import divide, named_weights

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quotient_manifolds.batches import tensors
-from quotient_manifolds.symmetries.modules import plain_class
+from quotient_manifolds.symmetries.modules import plain_class, tensors
 
 __all__ = ["RemoteError", "called", "naming", "require_extra", "why_it_failed", "words_of"]
 

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quotient_manifolds.batches import default_forward, tensors, tree_map
-from quotient_manifolds.checks import as_count
-from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.modules import plain_class
+from quotient_manifolds.linalg import as_count, at_least_float32
+from quotient_manifolds.symmetries.modules import default_forward, plain_class, tensors, tree_map
 
 from .errors import why_it_failed
 

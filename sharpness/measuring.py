@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
 from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
-from quotient_manifolds.symmetries.modules import plain_class, plain_names
+from quotient_manifolds.symmetries.modules import plain_class, plain_names, to_device
 from quotient_manifolds.symmetries.pairs import CHANGES
 from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
 from quotient_manifolds.symmetries.stacks import PairList

@@ -11,9 +11,15 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
-from quotient_manifolds.batches import floats, tree_map
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.modules import caching, check_model, drop_caches, preserve_model_state
+from quotient_manifolds.symmetries.modules import (
+    caching,
+    check_model,
+    drop_caches,
+    floats,
+    preserve_model_state,
+    tree_map,
+)
 
 from .losses import to_float32
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quotient_manifolds.checks import as_count
-from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.linalg import as_count, at_least_float32
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import Certification

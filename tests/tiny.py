@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quotient_manifolds.batches import default_forward, floats
-from quotient_manifolds.symmetries.modules import widened
+from quotient_manifolds.symmetries.modules import default_forward, floats, widened
 
 from . import networks, zoo
 

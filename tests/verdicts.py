@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 import sharpness
-from quotient_manifolds.batches import default_forward, floats
 from quotient_manifolds.symmetries import (  # fmt: skip
     UnknownAttentionError,
     apply_random_symmetry_,
@@ -27,7 +26,7 @@ from quotient_manifolds.symmetries import (  # fmt: skip
     find_symmetric_pairs,
     stacks,
 )
-from quotient_manifolds.symmetries.modules import Wide
+from quotient_manifolds.symmetries.modules import Wide, default_forward, floats
 
 from . import tiny
 

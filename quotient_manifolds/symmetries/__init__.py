@@ -3,10 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..batches import default_forward
 from .blocks import GL, block
 from .certificate import Certificate, NotASymmetryError, certify
 from .lora import adapter_pairs
+from .modules import default_forward
 from .pairs import SymmetricPair, factor_pair, pair
 from .stacks import PairStack, spectra, stacks
 

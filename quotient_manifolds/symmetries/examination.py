@@ -27,9 +27,9 @@ from ..linalg import standard_normal
 from .attention import PLANES, Heads
 from .blocks import BlockStack
 from .certificate import ROUNDING, broken, orbit_residuals, output_gradients
-from .modules import Call, Watch, Wide, preserve_model_state, record, running_copy
+from .modules import Call, Wide, preserve_model_state, record, running_copy
 from .pairs import ENCLOSING, FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair, refused
-from .registry import candidates, handler_of
+from .registry import Watch, candidates, handler_of
 from .roles import Roles, holds_keys, possible_heads, proposals, roles_of
 from .stacks import stacks
 

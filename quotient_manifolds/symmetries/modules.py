@@ -1,4 +1,4 @@
-"""Torch models: their names, classes and copies, and passes through them without side effects."""
+"""Torch models and their batches: names, classes and copies, and passes without side effects."""
 
 from __future__ import annotations
 
@@ -12,29 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..batches import floats, tensors, tree_map
-
-__all__ = ["preserve_model_state"]
+__all__ = ["default_forward", "preserve_model_state"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: Functions whose call makes a module an attention layer, if no handler covers it.
-_ATTENTION_CALLS = {
-    "scaled_dot_product_attention",
-    "multi_head_attention_forward",
-    "_native_multi_head_attention",
-    "_transformer_encoder_layer_fwd",
-    "flex_attention",
-    "softmax",
-}
-_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
-#: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
-_WEIGHT, _SCORE = 1, 2
 #: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
@@ -229,70 +213,6 @@ def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str,
     return calls
 
 
-class Watch(TorchFunctionMode):
-    """Record which module was running when attention was computed.
-
-    Attention is a call of a function known to compute it, or a product of activations with the result of another
-    product of activations, whatever happened in between (sigmoid, exponentials and their sum, nothing at all).
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.calls: list[tuple[nn.Module, str]] = []
-        self._running: list[nn.Module] = []
-        self._kinds: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._weights = {self._place(t) for t in [*model.parameters(), *model.buffers()]} - {0}
-
-    def __enter__(self) -> Watch:
-        enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
-        self._hooks = [enter, register_module_forward_hook(self._leave, always_call=True)]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        while self._running and self._running.pop() is not module:
-            pass
-
-    @staticmethod
-    def _place(t: Tensor) -> int:
-        plain = t.layout == torch.strided and t.device.type != "meta" and not is_sharded(t)
-        return t.untyped_storage().data_ptr() if plain else 0
-
-    def _kind(self, t: Tensor) -> int:
-        # A tensor that FSDP gathers is a parameter too.
-        own = isinstance(t, nn.Parameter) or self._place(t) in self._weights
-        return _WEIGHT if own else self._kinds.get(t, 0)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        result = func(*args, **(kwargs or {}))
-        if not self._running:
-            return result
-        operands = [*tensors(args), *tensors(kwargs or {})]
-        kinds = [self._kind(t) for t in operands if t.is_floating_point()]
-        if name in _ATTENTION_CALLS and (name != "softmax" or operands[0].dim() >= 3):
-            # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
-            self.calls.append((self._running[-1], name))
-        made = _SCORE if _SCORE in kinds else 0
-        if kinds and set(kinds) == {_WEIGHT}:
-            made = _WEIGHT
-        elif name in _PRODUCTS and len(kinds) > 1 and _WEIGHT not in kinds:
-            if made:
-                self.calls.append((self._running[-1], f"{name} on the result of a product"))
-            made = 0 if made else _SCORE
-        elif name == "linear":
-            made = 0
-        if made:
-            for t in tensors(result):
-                self._kinds[t] = made
-        return result
-
-
 def widened(batch: Any, dtype: torch.dtype = torch.float64) -> Any:
     """Copy a batch, with floating-point tensors in another dtype; autograd may keep copies of inference tensors."""
     return tree_map(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True), batch)
@@ -342,3 +262,79 @@ class Wide(TorchFunctionMode):
 
 def _wide(argument: Any) -> Any:
     return torch.float64 if isinstance(argument, torch.dtype) and argument in _NARROW else argument
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Walk through the tensors of a batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for v in batch.values():
+            yield from tensors(v)
+    elif isinstance(batch, (list, tuple)):
+        for v in batch:
+            yield from tensors(v)
+
+
+def floats(batch: Any) -> list[Tensor]:
+    """List the floating-point tensors of a batch, or of what a model returns."""
+    return [t for t in tensors(batch) if t.is_floating_point()]
+
+
+def tree_map(change: Callable[[Tensor], Any], batch: Any) -> Any:
+    """Apply a function to every tensor of a batch.
+
+    Mappings become dicts; objects that are not containers are returned unchanged.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries.modules import tree_map
+    >>> tree_map(lambda t: t + 1, {"x": torch.zeros(2), "name": "first"})
+    {'x': tensor([1., 1.]), 'name': 'first'}
+    """
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {k: tree_map(change, v) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(tree_map(change, v) for v in batch))
+    if isinstance(batch, (list, tuple)):
+        parts = [tree_map(change, v) for v in batch]
+        return parts if isinstance(batch, list) else tuple(parts)
+    return batch
+
+
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """Call a model: ``model(**batch)`` for a mapping, ``model(x)`` for a pair (x, y), else ``model(batch)``.
+
+    Parameters
+    ----------
+    model : nn.Module
+    batch : mapping, sequence or Tensor
+
+    Returns
+    -------
+    object
+        What the model returns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import default_forward
+    >>> inputs, labels = torch.ones(8, 5), torch.zeros(8)
+    >>> default_forward(torch.nn.Linear(5, 2), (inputs, labels)).shape
+    torch.Size([8, 2])
+    """
+    if isinstance(batch, (Mapping, list, tuple)) and next(tensors(batch), None) is None:
+        raise ValueError(f"the batch, of type {type(batch).__name__}, holds no tensor; give a mapping or a pair (x, y)")
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (list, tuple)):
+        return model(batch[0])
+    return model(batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch to a device; a batch that is already there is returned unchanged."""
+    return batch if all(t.device == device for t in tensors(batch)) else tree_map(lambda t: t.to(device), batch)

@@ -11,16 +11,31 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .attention import PLANES, Heads
 from .lora import is_lora
-from .modules import ByClass, Watch, plain_names
+from .modules import ByClass, is_sharded, plain_names, tensors
 from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
 from .roles import possible_heads, proposals, roles_of
 
 __all__ = ["UnknownAttentionError", "check_coverage", "register_attention", "skip"]
 
+#: Functions whose call makes a module an attention layer, if no handler covers it.
+_ATTENTION_CALLS = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+    "flex_attention",
+    "softmax",
+}
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
+#: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
+_WEIGHT, _SCORE = 1, 2
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
 
@@ -277,3 +292,67 @@ def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[S
 KNOWN = list(csv.DictReader(files(__package__).joinpath("known.csv").read_text().splitlines()))
 for _row in KNOWN:
     register_attention(_row["class"])(partial(_of_known_class, _row))
+
+
+class Watch(TorchFunctionMode):
+    """Record which module was running when attention was computed.
+
+    Attention is a call of a function known to compute it, or a product of activations with the result of another
+    product of activations, whatever happened in between (sigmoid, exponentials and their sum, nothing at all).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: list[tuple[nn.Module, str]] = []
+        self._running: list[nn.Module] = []
+        self._kinds: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._weights = {self._place(t) for t in [*model.parameters(), *model.buffers()]} - {0}
+
+    def __enter__(self) -> Watch:
+        enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
+        self._hooks = [enter, register_module_forward_hook(self._leave, always_call=True)]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        while self._running and self._running.pop() is not module:
+            pass
+
+    @staticmethod
+    def _place(t: Tensor) -> int:
+        plain = t.layout == torch.strided and t.device.type != "meta" and not is_sharded(t)
+        return t.untyped_storage().data_ptr() if plain else 0
+
+    def _kind(self, t: Tensor) -> int:
+        # A tensor that FSDP gathers is a parameter too.
+        own = isinstance(t, nn.Parameter) or self._place(t) in self._weights
+        return _WEIGHT if own else self._kinds.get(t, 0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        result = func(*args, **(kwargs or {}))
+        if not self._running:
+            return result
+        operands = [*tensors(args), *tensors(kwargs or {})]
+        kinds = [self._kind(t) for t in operands if t.is_floating_point()]
+        if name in _ATTENTION_CALLS and (name != "softmax" or operands[0].dim() >= 3):
+            # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
+            self.calls.append((self._running[-1], name))
+        made = _SCORE if _SCORE in kinds else 0
+        if kinds and set(kinds) == {_WEIGHT}:
+            made = _WEIGHT
+        elif name in _PRODUCTS and len(kinds) > 1 and _WEIGHT not in kinds:
+            if made:
+                self.calls.append((self._running[-1], f"{name} on the result of a product"))
+            made = 0 if made else _SCORE
+        elif name == "linear":
+            made = 0
+        if made:
+            for t in tensors(result):
+                self._kinds[t] = made
+        return result

@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add_command(commands, one_model.demo)
     add_command(commands, one_model.symmetries, DataChoice)
     add_command(commands, one_model.canonicalize)
-    add_command(commands, one_model.run, DataChoice, Search)
+    add_command(commands, one_model.run, DataChoice, Search, one_model.Output)
     for function in (many_models.sweep, many_models.table, many_models.plot):
         add_command(commands, function)
     return top

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,7 +28,9 @@ from ..study.plan import as_data, of_model, places, read_choice
 from ..study.run import measured, versions
 from . import as_json, checked_device
 
-__all__ = ["canonicalize", "demo", "run", "symmetries"]
+__all__ = ["Output", "canonicalize", "demo", "run", "symmetries"]
+
+T = TypeVar("T")
 
 
 def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
@@ -153,6 +156,49 @@ def canonicalize(model: str, *, out: Path) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Output:
+    """What a measurement leaves behind.
+
+    Attributes
+    ----------
+    out
+        JSON file for results, command, versions and digests.
+    figures
+        Folder for figures of the worst direction and of the pairs.
+    json
+        Print JSON instead of the table.
+    quiet
+        Show no progress.
+    """
+
+    out: Path | None = None
+    figures: Path | None = None
+    json: bool = False
+    quiet: bool = False
+
+    def check(self, measures: Iterable[str], rho: Sequence[float] | None, model: list[Any], data: list[Path]) -> None:
+        """Raise for what can be known to be wrong before anything is measured."""
+        for name in measures:
+            if name not in LOCAL:
+                checked_radii(measure_of(name), rho)
+            elif rho is not None:
+                raise ValueError(f"{name} has no radius; leave --rho out")
+        folders = [path for path in data if path.is_dir()]
+        if self.figures is not None:
+            check_apart(self.figures, (), folders)
+            if "WORLD_SIZE" in os.environ:
+                raise ValueError(
+                    "--figures needs the worst directions, which are not shared between processes; use one process"
+                )
+            with require_extra("figures need matplotlib", "plot"):
+                import matplotlib  # noqa: F401
+            check_folder(self.figures)
+        if self.out is not None:
+            check_file(self.out)
+            check_apart(self.out, [*model, *data], folders)
+
+
 def run(
     model: str,
     data: str,
@@ -163,10 +209,6 @@ def run(
     micro_batch: int | None = None,
     normalize_logits: bool = False,
     device: str = "cpu",
-    out: Path | None = None,
-    figures: Path | None = None,
-    json: bool = False,
-    quiet: bool = False,
     command: str = "",
     **chosen: Any,
 ) -> int:
@@ -186,9 +228,9 @@ def run(
     model
         A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
     data
-        Images: a folder with a folder for each class; text: a .tsv, .csv, .jsonl or .parquet table; a folder saved by
-        datasets (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of a model
-        of transformers; or module:function, a function of yours that returns batches.
+        Images: a folder of class folders; text: a .tsv, .csv, .jsonl or .parquet table; a folder saved by datasets
+        (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of a model of
+        transformers; or module:function, a function of yours that returns batches.
     checkpoint
         Local weights for a named model (.safetensors, or a state dict saved by torch).
     measure
@@ -202,71 +244,46 @@ def run(
         Divide every example's logits by their standard deviation over the classes.
     device
         cpu or cuda.
-    out
-        JSON file for results, command, versions and digests.
-    figures
-        Folder for figures of the worst direction and of the pairs.
-    json
-        Print JSON instead of the table.
-    quiet
-        Show no progress.
     """
-    search = Search(**{f.name: chosen.pop(f.name) for f in fields(Search) if f.name in chosen})
+    search, output = _taken(Search, chosen), _taken(Output, chosen)
     passes: dict[str, Any] = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
-    settings = {**asdict(search), **passes, "ablation": {}, "rho": rho, "keep_directions": figures is not None}
+    settings = {**asdict(search), **passes, "ablation": {}, "rho": rho, "keep_directions": output.figures is not None}
     choice = read_choice({"source": data, **chosen})
-    for name in measure:
-        if name not in LOCAL:
-            checked_radii(measure_of(name), rho)
-        elif rho is not None:
-            raise ValueError(f"{name} has no radius; leave --rho out")
-    _check_outputs(out, figures, [*places(model), checkpoint], places(choice.source))
+    output.check(measure, rho, [*places(model), checkpoint], places(choice.source))
     where = checked_device(device)
     with torchrun(where) as group:
         leader = World(group).rank == 0
-        shown = leader and not json
+        shown, told = leader and not output.json, leader and not output.quiet
         loaded = models.load(model, checkpoint)
         if checkpoint is None and loaded.folder is None and ":" not in model:
             raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
         network, batches = loaded.model.to(where), choice.load(loaded, where)
-        if leader and not quiet:
+        if told:
             print(f"measuring {type(network).__name__}, batches: {len(batches)}", file=sys.stderr, flush=True)
         written: dict[str, Any] = {"remarks": [*loaded.remarks, *batches.remarks], "results": []}
         if shown:
             print(*(f"{remark}\n" for remark in written["remarks"]), sep="", end="", flush=True)
-        if leader and (out is not None or json):
+        if leader and (output.out is not None or output.json):
             source = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
             written |= {"command": command, "versions": versions(), "model": source, "data": as_data(choice)}
         for name in measure:
             with naming(f"{model} on {data}"):
-                result = measured(name, network, batches, group=group, progress=leader and not quiet, **settings)
+                result = measured(name, network, batches, group=group, progress=told, **settings)
             written["results"].append({"quantity": name, **result.to_dict()})
             if shown:
                 print(result, _spread(result), "\n", sep="\n", end="", flush=True)
-            if leader and out is not None:
-                write_json(out, written)
-            if leader and figures is not None and name not in LOCAL:
-                _draw(figures, network, batches, result, passes)
-        if leader and json:
+            if leader and output.out is not None:
+                write_json(output.out, written)
+            if leader and output.figures is not None and name not in LOCAL:
+                _draw(output.figures, network, batches, result, passes)
+        if leader and output.json:
             print(as_json(written), end="")
     return 0
 
 
-def _check_outputs(out: Path | None, figures: Path | None, model: list[Any], data: list[Path]) -> None:
-    """Raise for what can be known to be wrong before anything is measured."""
-    folders = [path for path in data if path.is_dir()]
-    if figures is not None:
-        check_apart(figures, (), folders)
-        if "WORLD_SIZE" in os.environ:
-            raise ValueError(
-                "--figures needs the worst directions, which are not shared between processes; use one process"
-            )
-        with require_extra("figures need matplotlib", "plot"):
-            import matplotlib  # noqa: F401
-        check_folder(figures)
-    if out is not None:
-        check_file(out)
-        check_apart(out, [*model, *data], folders)
+def _taken(kind: type[T], chosen: dict[str, Any]) -> T:
+    """Take the fields of a dataclass out of some options."""
+    return kind(**{f.name: chosen.pop(f.name) for f in fields(kind) if f.name in chosen})  # type: ignore[arg-type]
 
 
 def _spread(result: SharpnessResult) -> str:

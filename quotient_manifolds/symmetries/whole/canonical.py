@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...batches import default_forward
 from ...linalg import at_least_float32, standard_normal
 from ..certificate import certify, change, largest, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
-from ..modules import check_model, running_copy
+from ..modules import check_model, default_forward, running_copy
 from ..pairs import SymmetricPair
 from ..stacks import PairList, stacks
 from .kinds import Symmetry, symmetries_of

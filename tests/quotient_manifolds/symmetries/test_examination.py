@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.batches import default_forward, tensors
 from quotient_manifolds.symmetries import (
     GL,
     UnknownAttentionError,
@@ -23,7 +22,7 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
-from quotient_manifolds.symmetries.modules import ByClass, Wide, record
+from quotient_manifolds.symmetries.modules import ByClass, Wide, default_forward, record, tensors
 from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED, merged
 from quotient_manifolds.symmetries.roles import possible_heads, roles_of
 
