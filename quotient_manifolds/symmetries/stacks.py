@@ -168,10 +168,12 @@ def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
 
 def _sharing_memory(blocks: Sequence[tuple[int, Block, Tensor]]) -> Iterator[int]:
     """Count how many blocks each number of one memory belongs to, and yield the pairs of those with more than one."""
-    tensors, t = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for *_, t in blocks}, blocks[0][2]
+    first = blocks[0][2]
+    tensors = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for *_, t in blocks}
     for _, b, t in blocks:
         b.of(tensors[t]).add_(1)
-    memory = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.uint8, device=t.device)
+    size = first.untyped_storage().nbytes() // first.element_size()
+    memory = torch.zeros(size, dtype=torch.uint8, device=first.device)
     for t, count in tensors.items():
         memory.as_strided(t.shape, t.stride(), t.storage_offset()).add_(count)
     for i, b, t in blocks:
