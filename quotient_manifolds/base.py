@@ -32,8 +32,6 @@ from .linalg import (
     root,
 )
 
-__all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
-
 #: The operations of manifolds whose results are numbers; those that call another one are not looked at twice.
 _OPERATIONS = {
     *("acceleration", "inner", "norm", "proju", "egrad2rgrad", "retr", "expmap", "geodesic", "transp"),

@@ -18,8 +18,6 @@ from .symmetries.lora import adapter_pairs, adapter_tensors, lora_layers
 from .symmetries.pairs import SymmetricPair, check_pairs
 from .symmetries.stacks import PairStack, stacks
 
-__all__ = ["ModelDistance", "PairDistance", "average_lora_", "model_distance"]
-
 
 @dataclass(frozen=True)
 class PairDistance:

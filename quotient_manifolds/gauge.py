@@ -21,8 +21,6 @@ from .linalg import (
     row_power,
 )
 
-__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_matrix", "gauge_in_units"]
-
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0
 #: Factors whose largest entries are between the inverse of this and itself are not rescaled.

@@ -28,8 +28,6 @@ from torch import Tensor
 from .linalg import choose, exposed, holds, row_power
 from .metrics import MIX, LocalMetric, Motion, Pair
 
-__all__ = ["GeodesicExitError", "Whitened", "as_times", "column", "exit_time", "geodesic", "raise_on_exit"]
-
 #: The solver gives up after a path of this length in the inv metric.
 _MAX_LENGTH = 1000
 #: Number of steps after which a solver gives up, geodesics take a few dozen; and the shortest step.

@@ -18,37 +18,6 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _DisableAutocast, _functorch
 from torch.autograd import forward_ad
 
-__all__ = [
-    "as_count",
-    "as_shape",
-    "at_least_float32",
-    "check_dtype",
-    "check_finite",
-    "check_same",
-    "check_tensors",
-    "check_vector",
-    "choose",
-    "column_rank_ratio",
-    "exposed",
-    "finite",
-    "hermitian_power",
-    "holds",
-    "in_double",
-    "in_own_precision",
-    "largest",
-    "own_precision",
-    "pack",
-    "power_of_two",
-    "rank_tolerance",
-    "root",
-    "row_power",
-    "standard_normal",
-    "sylvester",
-    "symmetric_part_doubled",
-    "weighted_sylvester",
-]
-
-
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -42,8 +42,6 @@ from .linalg import (
 from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
 
-__all__ = ["MANIFOLDS", "GLQuotient", "GLQuotientInv", "GLQuotientMix"]
-
 _scaled = QuotientManifold.__scaling__.copy()
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .linalg import check_tensors, choose, in_double
 
-__all__ = ["ConvergenceError", "FrechetMean", "frechet_mean"]
-
 #: Steps from one start, and the length of the mean logarithm below which a point counts as a mean.
 _STEPS, _TOLERANCE = 200, 1e-9
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from .linalg import sylvester
 from .linalg import symmetric_part_doubled as sym2
 
-__all__ = ["INV", "METRICS", "MIX", "Gram", "LocalMetric", "Metric", "Motion", "Pair", "Pull"]
-
 #: One tensor for each of the two factors.
 Pair = tuple[Tensor, Tensor]
 

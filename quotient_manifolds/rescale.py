@@ -26,8 +26,6 @@ from .linalg import (
 )
 from .means import checked_weights
 
-__all__ = ["RescaleQuotient"]
-
 
 def _length(c: Tensor) -> Tensor:
     """Return the Euclidean norm over the last two dimensions, (…, 1, 1), in units of the largest entry."""

@@ -17,8 +17,6 @@ from .gauge import Gauge
 from .linalg import in_own_precision, largest, power_of_two, root, row_power, standard_normal
 from .metrics import LocalMetric, Metric, Pair
 
-__all__ = ["GLTangentSpace", "draw_gaussians"]
-
 
 @in_own_precision
 class GLTangentSpace(TangentSpace):

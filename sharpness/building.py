@@ -23,17 +23,6 @@ from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
 from .measures import Block, ElementwiseBlock, Measure, PairBlock
 
-__all__ = [
-    "Division",
-    "build_blocks",
-    "divide",
-    "named_weights",
-    "trainable",
-    "vector_lengths",
-    "warn_of_unknown",
-    "with_constants",
-]
-
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
 

@@ -21,8 +21,6 @@ from .evaluation import evaluate, progress_bar
 from .files import check_file, write_json
 from .plots import COLOURS, MARKERS, figure, plain_ticks
 
-__all__ = ["digits", "moved", "run", "train", "vision_transformer"]
-
 #: The measures and their radii.
 RADII = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv": 0.1}
 

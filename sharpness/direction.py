@@ -21,8 +21,6 @@ from .losses import LossFunction, Objective, to_float32
 from .measures import Measure, PairBlock
 from .perturb import becomes_float32, pointing_to, preserved
 
-__all__ = ["Direction", "Profile", "perturbed", "profile"]
-
 
 @dataclass(frozen=True)
 class Direction:

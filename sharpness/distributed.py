@@ -21,18 +21,6 @@ from quotient_manifolds.symmetries.modules import is_sharded, plain_class
 
 from .errors import RemoteError
 
-__all__ = [
-    "World",
-    "check_sharded",
-    "counter",
-    "everybody",
-    "is_sharded_model",
-    "reshard",
-    "shard_",
-    "torchrun",
-    "twin_of",
-]
-
 T = TypeVar("T")
 
 _calls = itertools.count()

@@ -16,8 +16,6 @@ from torch.nn import functional as F
 
 from quotient_manifolds.symmetries.modules import plain_class, tensors
 
-__all__ = ["RemoteError", "called", "naming", "require_extra", "why_it_failed", "words_of"]
-
 
 def words_of(error: BaseException) -> str:
     """Describe an error in one line, with its type where the message alone may not be clear."""

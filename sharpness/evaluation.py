@@ -33,8 +33,6 @@ from .results import BatchResult, SharpnessResult
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["evaluate", "gradient_norm", "hessian", "progress_bar"]
-
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
 #: Number of times that the radius is halved to look for a larger loss inside the ball.

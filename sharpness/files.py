@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_write", "check_apart", "check_file", "check_folder", "write_json", "write_text"]
-
 
 def check_file(path: str | os.PathLike[str]) -> Path:
     """Raise unless a file may be written there; call it before the work whose result the file will hold.

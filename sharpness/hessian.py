@@ -21,8 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .measures import PairBlock
 from .space import WeightSpace
 
-__all__ = ["HessianOperator"]
-
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
     r"""The Hessian as a symmetric operator on coordinates in which the metric is the identity.

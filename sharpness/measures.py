@@ -22,8 +22,6 @@ from quotient_manifolds.linalg import at_least_float32, in_double, standard_norm
 from quotient_manifolds.metrics import METRICS
 from quotient_manifolds.symmetries import PairStack
 
-__all__ = ["MEASURES", "ElementwiseBlock", "Measure", "PairBlock", "checked_radii", "get_measure"]
-
 #: Tensors by the parameter that they belong to.
 Tensors = Mapping[Tensor, Tensor]
 #: A geodesic that would leave the manifold is shortened to this share of its exit time.

@@ -31,8 +31,6 @@ from .space import WeightSpace
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BatchLoss", "RadiusError", "collected", "measured"]
-
 T = TypeVar("T")
 
 #: Number of modules or weights that a remark names.

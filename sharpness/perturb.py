@@ -23,9 +23,6 @@ from quotient_manifolds.symmetries.modules import (
 
 from .losses import to_float32
 
-__all__ = ["Gradients", "becomes_float32", "pointing_to", "preserved", "stands_on_narrow_base"]
-
-
 #: Attributes of modules that are False during a measurement. With the first, bitsandbytes packs a layer's 4-bit weights
 #: for inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through
 #: the layer, and its old weights no longer fit. With the second, gradients are sparse and have no derivatives.

@@ -14,8 +14,6 @@ from .files import write_json
 from .measures import Measure
 from .shares import LayerShare, LayerShares
 
-__all__ = ["LEAVES", "BatchResult", "SharpnessResult"]
-
 #: Largest ρ/σ_h at which the ball of the mix metric stays on the manifold.
 LEAVES = 2**-0.5
 

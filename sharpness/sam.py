@@ -20,9 +20,6 @@ from quotient_manifolds.symmetries.certificate import Certification
 from .building import build_blocks, divide, trainable, warn_of_unknown
 from .measures import Block, ElementwiseBlock, Measure, PairBlock, get_measure
 
-__all__ = ["GeodesicSAM"]
-
-
 #: The optimisers that may have moved a model. Its hooks look here, so that a copy of the model has no optimiser.
 _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GeodesicSAM]] = weakref.WeakKeyDictionary()
 

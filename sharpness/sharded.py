@@ -25,8 +25,6 @@ from .perturb import Gradients, pointing_to
 from .shares import Places
 from .space import WeightSpace
 
-__all__ = ["ShardedSpace", "ShardedState", "Shards"]
-
 
 def _hollow(p: Any) -> Tensor:
     """Return a tensor of a sharded parameter's whole shape, without memory."""

@@ -14,8 +14,6 @@ from quotient_manifolds.symmetries.blocks import Block as Part
 from .distributed import World
 from .measures import Block, PairBlock
 
-__all__ = ["PARTS", "LayerShare", "LayerShares", "Places"]
-
 #: The parts of a network, in the order of tables.
 PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
 

@@ -23,8 +23,6 @@ from .measures import Block, Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .shares import Places
 
-__all__ = ["WeightSpace"]
-
 
 class Evidence:
     """What the gradients at the base point have said, over all batches: whether pairs are symmetric, what they reach.

@@ -16,8 +16,6 @@ from torch import Tensor
 from .errors import naming
 from .losses import IGNORED
 
-__all__ = ["class_number", "masked", "read_table", "strings"]
-
 
 def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[str, str]]:
     """Read a ``.tsv`` (quotation marks are text), ``.csv`` or ``.jsonl`` table: its rows, by column.

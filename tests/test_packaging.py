@@ -35,14 +35,6 @@ def test_the_core_without_extras():
     assert found.stderr.splitlines()[-1] == "AssertionError: importing the packages imports ['yaml']"
 
 
-def test_every_module_says_what_is_public():
-    for package in ("quotient_manifolds", "sharpness"):
-        for path in (ROOT / package).rglob("*.py"):
-            handlers = {"architectures.py"}  # it registers, and exports nothing
-            if path.name not in {"__main__.py", *handlers}:
-                assert re.search(r"^__all__ = ", path.read_text(), re.MULTILINE), path
-
-
 def test_the_walk_through_one_step_is_the_one_that_runs():
     """The files that CONTRIBUTING names are those that are entered from one loss to the next, in that order."""
     walk = (ROOT / "CONTRIBUTING.md").read_text().partition("## One step of the ascent")[2]

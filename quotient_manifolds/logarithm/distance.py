@@ -19,8 +19,6 @@ from ..metrics import Metric, Pair
 from ..tangent import GLTangentSpace
 from .search import SOLVED, Shortest, shortest
 
-__all__ = ["distance", "logmap"]
-
 #: A distance and two covectors.
 Trio = tuple[Tensor, Tensor, Tensor]
 

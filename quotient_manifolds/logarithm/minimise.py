@@ -11,8 +11,6 @@ from ..linalg import hermitian_power, standard_normal, weighted_sylvester
 from ..metrics import Pair
 from .paths import Bent, Path, energy, flat, hermitian, unflat, weights
 
-__all__ = ["Minimiser", "Preconditioner"]
-
 #: Coefficients that follow the end. The others hardly would, and half of the time goes into this.
 _FOLLOWING = 3
 #: Pairs of steps and changes of the gradient that are kept.

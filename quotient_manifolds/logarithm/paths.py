@@ -26,9 +26,6 @@ from torch import Tensor
 
 from ..metrics import Gram, Metric, Pair
 
-__all__ = ["Bent", "Path", "energy", "first_path", "flat", "hermitian", "moved_end", "polar", "unflat", "weights"]
-
-
 #: Condition number of Gram matrices up to which single precision is accurate enough.
 _WELL_CONDITIONED = 1e4
 

@@ -20,8 +20,6 @@ from ..tangent import GLTangentSpace
 from .minimise import Minimiser
 from .paths import Path, first_path, polar
 
-__all__ = ["SOLVED", "Shortest", "shortest"]
-
 #: Share of the length by which a geodesic may miss its end: the goal, and what still counts as solved.
 _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths

@@ -21,8 +21,6 @@ from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, wide
 from .pairs import GONE, Bucket, Places, Step, alone, explain, gradients_of, group_of, orientation, reasons
 
-__all__ = ["QuotientOptimizer"]
-
 Gradients = Mapping[Tensor, Tensor]
 
 _NO_PAIR = (

@@ -16,8 +16,6 @@ from .base import QuotientOptimizer
 from .metric import wide
 from .optimizers import QuotientAdam, QuotientMuon
 
-__all__ = ["canonicalize_lora_", "create_quotient_lora_optimizer", "create_quotient_optimizer"]
-
 OPTIMIZERS: dict[str, type[QuotientAdam] | type[QuotientMuon]] = {"adam": QuotientAdam, "muon": QuotientMuon}
 
 

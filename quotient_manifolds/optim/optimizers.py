@@ -13,8 +13,6 @@ from .base import QuotientOptimizer
 from .metric import Metric, RidgeMetric, eye_like, inverse_root, trace
 from .pairs import Bucket, Step
 
-__all__ = ["QuotientAdam", "QuotientMuon", "QuotientSGD"]
-
 #: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
 _LEAST = 1e-3
 #: Rank at which an entry of d is a full step: that of peft's LoraConfig, where rates of AdamW are known.

@@ -19,8 +19,6 @@ from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
 from .metric import Metric, eye_like, on_cpu, trace, wide
 
-__all__ = ["Bucket", "Places", "Step"]
-
 #: What has become of parameters that are not where they were.
 GONE = (
     "have been replaced or deleted since this optimiser was created (load_state_dict(assign=True), delete_adapter, "

@@ -12,9 +12,6 @@ from .blocks import GL, Block, block
 from .lora import is_lora, lora_factors, lora_obstacle
 from .pairs import TIED, SymmetricPair
 
-__all__ = ["PLANES", "Dimensions", "Heads", "Projection", "Rows", "attention_pairs", "head_pairs"]
-
-
 #: How RoPE pairs dimensions.
 PLANES = ("half", "interleaved")
 

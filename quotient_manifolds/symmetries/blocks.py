@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ..linalg import standard_normal
 from .modules import check_model
 
-__all__ = ["GL", "Block", "BlockStack", "block", "random_elements"]
-
 
 @dataclass(frozen=True)
 class GL:

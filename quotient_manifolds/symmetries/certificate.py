@@ -26,8 +26,6 @@ from .blocks import random_elements
 from .pairs import UNCERTIFIED, SymmetricPair
 from .stacks import PairStack, stacks
 
-__all__ = ["Certificate", "Certification", "NotASymmetryError", "certify", "orbit_residuals"]
-
 #: Residuals up to this count as rounding of half-precision gradients, which under autocast float32 weights have too.
 #: Measured on trained networks: up to 7e-3; in float32 up to 3e-6, in float64 up to 6e-15.
 HALF_PRECISION = 0.1

@@ -19,8 +19,6 @@ from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy
 from .registry import handler_of
 from .stacks import PairList, stacks, without_sharing
 
-__all__ = ["apply_random_symmetry_", "find_symmetric_pairs", "verify"]
-
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 

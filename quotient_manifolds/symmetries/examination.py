@@ -33,8 +33,6 @@ from .registry import Watch, candidates, handler_of
 from .roles import Roles, holds_keys, possible_heads, proposals, roles_of
 from .stacks import stacks
 
-__all__ = ["Examination", "examine_model"]
-
 _NONE = "no continuous symmetry was found"
 _LOCAL = "flat at the weights, but not further along the orbit"
 

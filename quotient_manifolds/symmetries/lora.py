@@ -13,8 +13,6 @@ from .modules import check_model, plain_names
 from .pairs import SymmetricPair, merged, usable
 from .stacks import PairList, without_sharing
 
-__all__ = ["adapter_pairs"]
-
 #: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")
 #: A parameter, by its owner and its name there.

@@ -16,8 +16,6 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["default_forward", "preserve_model_state"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 #: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -13,8 +13,6 @@ from .blocks import GL, Block, BlockStack, block
 if TYPE_CHECKING:
     from ..manifold import GLQuotientInv, GLQuotientMix
 
-__all__ = ["SymmetricPair", "check_pairs", "factor_pair", "in_copy", "pair"]
-
 #: Reasons why weights are no pair.
 TIED = "both factors contain the same weights; only an orthogonal group is left"
 SHARED = "its weights are used in another place too (shared or overlapping memory)"

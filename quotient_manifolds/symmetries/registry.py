@@ -22,8 +22,6 @@ from .modules import ByClass, is_sharded, plain_names, tensors
 from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
 from .roles import possible_heads, proposals, roles_of
 
-__all__ = ["UnknownAttentionError", "check_coverage", "register_attention", "skip"]
-
 #: Functions whose call makes a module an attention layer, if no handler covers it.
 _ATTENTION_CALLS = {
     "scaled_dot_product_attention",

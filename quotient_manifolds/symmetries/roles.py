@@ -16,8 +16,6 @@ from .attention import PLANES, Heads, Projection, Rows, attention_pairs, head_pa
 from .blocks import block
 from .pairs import SymmetricPair, merged
 
-__all__ = ["Roles", "holds_keys", "possible_heads", "proposals", "roles_of"]
-
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
 _NOISE = frozenset("""

@@ -18,8 +18,6 @@ from .pairs import SHARED, SymmetricPair, check_pairs, refused
 if TYPE_CHECKING:
     from ..manifold import GLQuotientInv, GLQuotientMix
 
-__all__ = ["PairList", "PairStack", "coverage", "sharing", "stacks", "without_sharing"]
-
 
 class PairStack:
     """Pairs of equal shape, group and block layout as one batched point; :func:`stacks` sorts a mixed list first.

@@ -35,8 +35,6 @@ import torch
 
 from ..errors import RemoteError, naming, words_of
 
-__all__ = ["Parser", "add_arguments", "as_json", "checked_device", "main", "parser", "place", "run_parser"]
-
 
 class Parser(argparse.ArgumentParser):
     """A parser with one-line error messages; every command has ``--debug``."""

@@ -17,8 +17,6 @@ from ..study.results import per_model as table_of_models
 from ..study.run import read_rows, run_sweep
 from . import as_json, checked_device
 
-__all__ = ["plot", "sweep", "table"]
-
 Target = Literal["gap", "loss-gap", "test-error", "test-loss"]
 
 

@@ -28,8 +28,6 @@ from ..study.plan import as_data, of_model, places, read_choice
 from ..study.run import measured, versions
 from . import as_json, checked_device
 
-__all__ = ["Output", "canonicalize", "demo", "run", "symmetries"]
-
 T = TypeVar("T")
 
 

@@ -24,8 +24,6 @@ from ..errors import naming, require_extra
 from ..measures import LOCAL, Measure, checked_radii, measure_of
 from ..models import INPUTS, files_of
 
-__all__ = ["Checkpoint", "Sweep", "as_data", "of_model", "places", "read_config", "shard_of", "switched"]
-
 T = TypeVar("T")
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.
 _MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")

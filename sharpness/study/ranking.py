@@ -19,8 +19,6 @@ import numpy.typing as npt
 from ..plots import COLOURS, MARKERS, figure
 from .results import TARGETS, Row, measurements, one_radius, targets
 
-__all__ = ["CONTROLS", "FEWEST_MODELS", "Correlation", "compare", "formatted", "kendall", "plot_sweep"]
-
 _Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
 #: The controls, beyond which a measure should add information.

@@ -21,8 +21,6 @@ from ..errors import naming, require_extra
 from ..files import write_text
 from ..measures import MEASURES
 
-__all__ = ["TARGETS", "label", "measurements", "per_model", "read_results", "remarks", "targets", "write_results"]
-
 Row = Mapping[str, Any]
 #: The targets that measures are compared with: names and descriptions.
 TARGETS = {

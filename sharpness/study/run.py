@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-__all__ = ["measured", "read_failures", "read_rows", "run_sweep", "versions"]
-
 #: Reads the batches for the current model: "data", "train" or "test" of the sweep.
 Read = Callable[[str], Batches]
 

@@ -19,15 +19,6 @@ from ..stacks import PairList, stacks
 from .kinds import Symmetry, symmetries_of
 from .wiring import State, Wiring, neuron_pairs, wiring_of
 
-__all__ = [
-    "CanonicalForm",
-    "WholeVerification",
-    "apply_random_moves_",
-    "canonical_form",
-    "canonicalize_",
-    "verify_whole",
-]
-
 
 @dataclass(frozen=True)
 class CanonicalForm:

@@ -20,8 +20,6 @@ from ..blocks import Block, block
 from ..pairs import SymmetricPair
 from .wiring import Affine, Norm, Site, State, Wiring, transposed
 
-__all__ = ["Symmetry", "symmetries_of"]
-
 
 @dataclass(eq=False)
 class Symmetry:

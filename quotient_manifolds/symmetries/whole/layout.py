@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from ..blocks import Block, block
 from .wiring import Affine, Neurons, Norm, Site, Wiring
 
-__all__ = ["Layout", "Sublayer", "affine", "has", "norm", "table", "wire"]
-
 
 @dataclass(frozen=True)
 class Sublayer:

@@ -13,8 +13,6 @@ from ..blocks import GL, Block
 from ..modules import ByClass, plain_class
 from ..pairs import SymmetricPair, merged, usable
 
-__all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Wiring", "neuron_pairs", "register_wiring", "wiring_of"]
-
 
 class State(dict[Tensor, Tensor]):
     """Values of a model's parameters in float64; parameters that were not changed are not stored.
