@@ -19,7 +19,7 @@ from quotient_manifolds.symmetries.whole import apply_random_moves_
 from .errors import require_extra
 from .evaluation import evaluate, progress_bar
 from .files import check_file, write_json
-from .plots import COLOURS, MARKERS, figure, plain_ticks
+from .plots import COLOURS, MARKERS, figure
 
 #: The measures and their radii.
 RADII = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv": 0.1}
@@ -166,4 +166,5 @@ def _draw(factors: Any, path: Path) -> None:
         axes.invert_yaxis()
         axes.axvline(1, color="0.7", linewidth=1, zorder=0)
         axes.legend()
-        plain_ticks(axes, [0.5, 1, 2, 5, 10, 20])
+        axes.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+        axes.set_xticks([], minor=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import time
@@ -22,8 +21,6 @@ from quotient_manifolds.symmetries.modules import is_sharded, plain_class
 from .errors import RemoteError
 
 T = TypeVar("T")
-
-_calls = itertools.count()
 
 #: Messages of gloo when a connection is lost.
 _LOST = re.compile(r"gloo.*(Connection|Timed out|Socket|timeout)|Connection (closed|reset)", re.IGNORECASE | re.DOTALL)
@@ -171,67 +168,6 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
         # Older torch (2.6) joins gloo's threads with the GIL held: a deadlock if one still frees the last gather.
         time.sleep(0.1)
         dist.destroy_process_group()
-
-
-def everybody() -> dist.ProcessGroup:
-    """Return the group of all processes.
-
-    Raises
-    ------
-    ValueError
-        This process is alone.
-    """
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        raise ValueError("a model is sharded over several processes: start the command by torchrun")
-    return dist.group.WORLD
-
-
-def shard_(model: nn.Module, device: torch.device) -> None:
-    """Shard a model in place by FSDP2 over all processes: each layer of its outermost lists of layers, and the rest.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The same whole model on every process.
-    device : torch.device
-        Where the shards are to lie.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    inside: set[nn.Module] = set()
-    for layers in model.modules():
-        if isinstance(layers, nn.ModuleList) and layers not in inside:
-            inside.update(layers.modules())
-            for layer in layers:
-                fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def counter(count: int) -> Iterator[int]:
-    """Yield the numbers below ``count``, each on one of the processes of torchrun; all of them without torchrun.
-
-    A common atomic counter in the store of the process group assigns them: a free process takes the next.
-
-    Parameters
-    ----------
-    count : int
-
-    Yields
-    ------
-    int
-    """
-    if not dist.is_initialized():
-        yield from range(count)
-        return
-    # Every call counts by itself; all processes make the same calls.
-    store = dist.distributed_c10d.PrefixStore(f"sharpness-{next(_calls)}", dist.distributed_c10d._get_default_store())
-    while True:
-        number = int(store.add("next", 1)) - 1
-        if number >= count:
-            return
-        yield number
 
 
 def reshard(model: nn.Module) -> None:

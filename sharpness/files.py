@@ -77,13 +77,9 @@ def write_json(path: str | os.PathLike[str], found: Any) -> None:
 
 def kind_of(path: Path) -> str:
     """Describe what is at a path; empty if nothing is there."""
-    if path.is_symlink():
-        return "a symbolic link"
-    if path.is_file():
-        return "a file"
-    if path.is_dir():
-        return "a folder"
-    return "a device, pipe or socket" if path.exists() else ""
+    kinds = {"a symbolic link": Path.is_symlink, "a file": Path.is_file, "a folder": Path.is_dir}
+    named = (kind for kind, holds in kinds.items() if holds(path))
+    return next(named, "a device, pipe or socket" if path.exists() else "")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from quotient_manifolds.linalg import as_count, at_least_float32
 from quotient_manifolds.symmetries.modules import default_forward, plain_class, tensors, tree_map
 
-from .errors import why_it_failed
+from .errors import lacking_rows, naming
 
 __all__ = ["LossFunction", "normalized_logits"]
 
@@ -69,13 +69,13 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     """Run a model and return its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
 
     A batch is a mapping, inputs and labels of a transformers model by name, or a pair (x, y), with labels as
-    ``torch.nn.functional.cross_entropy`` takes them. Labels of another form, and labels or token ids that the model
-    does not have, raise a ValueError.
+    ``torch.nn.functional.cross_entropy`` takes them. Labels of another form, and tokens or labels that the model does
+    not have, raise a ValueError.
     """
     try:
         return _default_loss(model, batch, normalize_logits)
     except Exception as error:
-        reason = why_it_failed(error, model, batch)
+        reason = lacking_rows(error, model)
         if reason is None:
             raise
         raise ValueError(reason) from error
@@ -118,7 +118,8 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
         exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if normalize_logits or not by_name:
-        loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
+        with naming(f"the labels do not fit the scores of {name}"):
+            loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
     if not classification:
         return Outcome(loss)
     counted = labels != IGNORED

@@ -252,7 +252,7 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert measuring.main(["table", "zoo/results", "--target", "test-loss"]) == 0
     assert "3 models with a test-loss: too few to correlate, which needs 10." in capsys.readouterr().out
     Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)))
-    assert measuring.main(["table", "many.jsonl", "--target", "test-loss", "--format", "markdown"]) == 0
+    assert measuring.main(["table", "many.jsonl", "--target", "test-loss"]) == 0
     words = formatted(compare(read_results("many.jsonl"), "test-loss", level=0.985, resamples=50))
     printed = capsys.readouterr().out
     assert "tau given train_loss, train_error" in printed

@@ -262,11 +262,14 @@ def test_tuples_are_named():
 
 
 @pytest.mark.parametrize(
-    "labels", [torch.tensor([0, 1], dtype=torch.int32), torch.tensor([[0], [1]]), torch.tensor([0.0, 1.0])]
-)
-def test_labels_of_another_form_are_named(labels):
-    found = rf"labels are {labels.dtype} of shape .*{labels.shape[0]}.*one int64 for each example, labels.long"
-    with pytest.raises(ValueError, match=found):
+    "labels",
+    [
+        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([[0], [1]]), torch.tensor([0.0, 1.0]),
+        torch.tensor([0, 2]), [0, 1],
+    ],
+)  # fmt: skip
+def test_labels_that_do_not_fit_are_named(labels):
+    with pytest.raises(ValueError, match="the labels do not fit the scores of Linear: "):
         default_loss(nn.Linear(3, 2), (torch.randn(2, 3), labels))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):  # torch's own, of another cause
         default_loss(nn.Linear(4, 2), (torch.randn(2, 3), labels))
@@ -282,38 +285,20 @@ def classifier(**options):
 
 IDS = torch.arange(3, 27).reshape(4, 6)
 CLASSES = torch.tensor([0, 1, 2, 0])
-SEVERAL = {"problem_type": "multi_label_classification"}
 HINTS = {
-    "ids": (
-        {},
-        {"input_ids": IDS + 9, "labels": CLASSES},
-        "rows 12 to 35 of bert.embeddings.word_embeddings.* has 30 ",
-    ),
+    "ids": ({"input_ids": IDS + 9, "labels": CLASSES}, "rows 12 to 35 of bert.embeddings.word_embeddings.* has 30 "),
     "types": (
-        {},
         {"input_ids": IDS, "token_type_ids": IDS, "labels": CLASSES},
         "token_type_embeddings.* has 2 of them",
     ),
-    "positions": ({}, {"input_ids": IDS.repeat(1, 4), "labels": CLASSES}, "have 24 tokens, but .* has 12 positions"),
-    "classes": ({}, {"input_ids": IDS, "labels": CLASSES + 1}, "go from 1 to 3, but .* has 3 classes"),
-    "negative": ({}, {"input_ids": IDS, "labels": CLASSES - 1}, "go from -1 to 1, but .* has 3 classes"),
-    "list": ({}, {"input_ids": IDS, "labels": [0, 1, 2, 0]}, "are a list of numbers; give a tensor"),
-    "floats": ({}, {"input_ids": IDS, "labels": CLASSES.float()}, r"float32 of shape \(4,\).*labels.long\(\)"),
-    "several": (SEVERAL, {"input_ids": IDS, "labels": torch.ones(4, 3).long()}, r"shape \(4, 3\).*labels.float\(\)"),
 }
 
 
 @pytest.mark.parametrize("case", HINTS)
 def test_hints_say_what_is_wrong(case):
-    """Whole numbers for several classes were to become one class for each example."""
-    options, batch, words = HINTS[case]
+    batch, words = HINTS[case]
     with pytest.raises(ValueError, match=words):
-        default_loss(classifier(**options), batch)
-
-
-def test_a_head_for_tokens_with_labels_of_examples_is_named():
-    with pytest.raises(ValueError, match=r"BertForMaskedLM scores every token \(24\), but there are 4 labels"):
-        default_loss(BertForMaskedLM(classifier().config), {"input_ids": IDS, "labels": CLASSES})
+        default_loss(classifier(), batch)
 
 
 @pytest.mark.parametrize("kind", [IndexError, RuntimeError, ValueError])
@@ -335,25 +320,6 @@ def test_an_error_of_the_models_own_is_not_explained(kind, words):
     with pytest.raises(kind) as raised:
         default_loss(Broken(), {"input_ids": IDS, "labels": CLASSES})
     assert str(raised.value) == words
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_cast_by_hand_is_named(dtype):
-    """Half-precision models are measured in float32, which such a module does not know."""
-
-    class Casts(nn.Linear):
-        def forward(self, x):
-            return super().forward(x.to(dtype))
-
-    torch.set_default_dtype(torch.float32)
-    model, batch = Casts(4, 3).to(dtype), (torch.randn(4, 4), CLASSES)
-    assert default_loss(model, batch).loss.isfinite()
-    with pytest.raises(
-        ValueError, match=f"the model casts to {dtype} by itself, while it is measured in torch.float32;"
-    ):
-        sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):  # of another cause
-        default_loss(model, (torch.randn(4, 5), CLASSES))
 
 
 def test_outputs_that_are_dicts():
