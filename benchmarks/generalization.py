@@ -90,7 +90,7 @@ def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
     return {"vision": base, "vision_ablations": part | ablated}
 
 
-def measure(out: Path, shard: tuple[int, int]) -> None:
+def measure(out: Path, shard: str) -> None:
     """Run all sweeps of the pilot and write its tables."""
     for name, config in sweeps(out / "collection").items():
         path = out / "collection" / f"{name}.json"
@@ -268,17 +268,21 @@ def main() -> None:
         gather(options.kind, options.zoo)
         return
     torch.set_num_threads(1)
-    first, _, last = options.shard.partition("/")
-    shard = int(first), int(last)
     options.out.mkdir(parents=True, exist_ok=True)
     collection = options.out / "collection"
     data = DataChoice(str(options.images / "train"), num_examples=2000, subset_seed=0)
     test = replace(data, source=str(options.images / "test"), num_examples=None, subset_seed=None)
     model = "reproduction.vision:vit_cifar10"
     train_collection(
-        model, data, collection, checkpoint=str(options.weights), models=options.models, test=test, shard=shard
+        model,
+        data,
+        collection,
+        checkpoint=str(options.weights),
+        models=options.models,
+        test=test,
+        shard=options.shard,
     )
-    measure(options.out, shard)
+    measure(options.out, options.shard)
 
 
 if __name__ == "__main__":

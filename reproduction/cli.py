@@ -48,14 +48,6 @@ def count(text: str) -> int:
     return number
 
 
-def shard(text: str) -> tuple[int, int]:
-    """Read i/n."""
-    first, _, last = text.partition("/")
-    if not (first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} does not have this form")
-    return int(first), int(last)
-
-
 def add_finetune(commands: Any) -> None:
     """Add ``python -m reproduction finetune``."""
     finetune = commands.add_parser(
@@ -124,7 +116,7 @@ def _finetune(options: argparse.Namespace) -> int:
     test = None if options.test is None else replace(data, source=options.test, num_examples=None, subset_seed=None)
     config = train_collection(
         options.model, data, options.out, checkpoint=options.checkpoint, recipes=recipes, test=test,
-        points=options.points, shard=shard(options.shard), device=options.device, progress=not options.quiet,
+        points=options.points, shard=options.shard, device=options.device, progress=not options.quiet,
     )  # fmt: skip
     if not options.quiet:
         print(f"measure them with: sharpness sweep {config} --out RESULTS")
@@ -212,7 +204,7 @@ def _zoo(options: argparse.Namespace) -> int:
     checked_device(options.device)
     failed = build(
         options.kind, options.data, options.out, models=options.models, first=options.first,
-        shard=shard(options.shard), device=options.device, progress=not options.quiet,
+        shard=options.shard, device=options.device, progress=not options.quiet,
     )  # fmt: skip
     for job in failed:
         print(f"reproduction: {job['checkpoint']}: {job['error']}", file=sys.stderr)

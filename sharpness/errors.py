@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,21 +51,16 @@ def naming(what: str) -> Iterator[None]:
 
 
 def lacking_rows(error: BaseException, model: nn.Module) -> str | None:
-    """Say which rows an embedding lacks, if the error passed one that was asked for rows it lacks; else None."""
-    call, trace = dict[str, Any](), error.__traceback__
-    while trace is not None:
-        call = trace.tb_frame.f_locals if trace.tb_frame.f_code is F.embedding.__code__ else call
-        trace = trace.tb_next
-    if not call or not call["input"].numel():
-        return None
-    rows, first, last = len(call["weight"]), int(call["input"].min()), int(call["input"].max())
-    if first >= 0 and last < rows:
-        return None
-    path = next((name for name, p in model.named_parameters() if p is call["weight"]), "an embedding")
-    return (
-        f"rows {first} to {last} of {path} are asked for, but {plain_class(model).__name__} has {rows} of them; use "
-        "its own tokenizer, and inputs that are no longer than it has positions"
-    )
+    """Say which rows an embedding lacks, if it was asked for rows that it lacks; None for other errors."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(error, IndexError) and frame.f_code is F.embedding.__code__:
+            ids, table = frame.f_locals["input"], frame.f_locals["weight"]
+            path = next((name for name, p in model.named_parameters() if p is table), "an embedding")
+            return (
+                f"rows {int(ids.min())} to {int(ids.max())} of {path} are asked for, but {plain_class(model).__name__} "
+                f"has {len(table)} of them; use its own tokenizer, and inputs that are no longer than it has positions"
+            )
+    return None
 
 
 def called(name: str, *arguments: Any) -> Any:
@@ -77,8 +73,6 @@ def called(name: str, *arguments: Any) -> Any:
             function = pkgutil.resolve_name(name)
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"{name!r} is not a function")
     with naming(f"{name} failed"):
         return function(*arguments)
 

@@ -136,15 +136,14 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     """
     if not found:
         raise ValueError("there are no shares to draw")
-    cells: dict[tuple[str, str], float] = {}
-    for s in found:
-        cells[s.layer, _column(s)] = cells.get((s.layer, _column(s)), 0.0) + s.share
-    layers = list(dict.fromkeys(s.layer for s in found))
-    columns = sorted(dict.fromkeys(map(_column, found)), key=lambda name: name == "weights")  # which come last
-    table = np.array([[cells.get((layer, name), np.nan) for name in columns] for layer in layers])
+    with require_extra("figures need pandas", "plot"):
+        import pandas as pd
+    frame = pd.DataFrame([(s.layer, _column(s), s.share) for s in found], columns=["layer", "column", "share"])
+    table = frame.pivot_table(index="layer", columns="column", values="share", aggfunc="sum", sort=False)
+    layers, columns = list(table.index), sorted(table.columns, key=lambda name: name == "weights")  # which come last
     size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
     with figure(path, size) as (drawn, ((axes,),)):
-        shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
+        shown = axes.imshow(100 * table[columns], aspect="auto", vmin=0, interpolation="none")
         axes.set_xticks(range(len(columns)), columns, fontsize="x-small", rotation=90)
         step = 1 + len(layers) // 54
         axes.set_yticks(range(0, len(layers), step), layers[::step], fontsize="small")

@@ -91,13 +91,6 @@ class BatchResult:
     num_exited_pairs: int = 0
     history: tuple[float, ...] = ()
 
-    @property
-    def error_increase(self) -> float | None:
-        """Worst error minus base error."""
-        if self.worst_error is None or self.base_error is None:
-            return None
-        return self.worst_error - self.base_error
-
 
 @dataclass(frozen=True)
 class SharpnessResult:
@@ -189,7 +182,8 @@ class SharpnessResult:
     @property
     def error_increase(self) -> float | None:
         """Mean over the batches of the largest increase of the error rate, at one radius; None without labels."""
-        return self._mean("error_increase")
+        worst, base = self._mean("worst_error"), self._mean("base_error")
+        return None if worst is None or base is None else worst - base
 
     @property
     def trace(self) -> float | None:
@@ -302,19 +296,18 @@ def _table(result: SharpnessResult, batches: str) -> list[str]:
     switches = [*[f"{measure.geodesic} geodesics"] * measure.divides, *changed]
     lines += [", ".join(switches)] if switches else []
     worst = "worst loss" if result.statistic == "worst" else "mean loss"
-    head = f"{'rho':>10}  {'base loss':>10}  {worst:>10}  {'sharpness':>10}"
-    lines.append(f"{head}  {'std. error':>10}  {'error rate':>16}  {'passes':>7}")
+    rows = [["rho", "base loss", worst, "sharpness", "std. error", "error rate", "passes"]]
     for rho in result.rhos:
         found, value = result[rho].batches, float(result[rho])
         base, passes = (fmean(getattr(b, name) for b in found) for name in ("base_loss", "passes"))
-        errors = "-"
+        spread, errors = f"{_spread(result[rho]):.5f}" if len(found) > 1 else "-", "-"
         if all(b.worst_error is not None for b in found):
             before, after = (fmean(getattr(b, name) or 0.0 for b in found) for name in ("base_error", "worst_error"))
             errors = f"{before:.1%} → {after:.1%}"
-        spread = f"{_spread(result[rho]):.5f}" if len(found) > 1 else "-"
-        row = f"{rho:>10.4g}  {base:>10.5f}  {base + value:>10.5f}  {value:>10.5f}"
-        lines.append(f"{row}  {spread:>10}  {errors:>16}  {passes:>7.1f}")
-    return lines
+        losses = [f"{loss:.5f}" for loss in (base, base + value, value)]
+        rows.append([f"{rho:.4g}", *losses, spread, errors, f"{passes:.1f}"])
+    widths = (10, 10, 10, 10, 10, 16, 7)
+    return lines + ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def _spread(result: SharpnessResult) -> float:
@@ -343,17 +336,13 @@ def _doubts(result: SharpnessResult) -> Iterator[str]:
                 "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the "
                 "breakdown of its retraction, not the network"
             )
+    flat, exited = (sum(getattr(b, name) > 0 for b in batches) for name in ("random_start", "num_exited_pairs"))
+    unconverged = sum(b.converged is False for b in batches)
     counts = {
         "{} pairs got no gradient from these data, so nothing certifies their symmetry": result.num_uncertified,
         "{} directions of pairs are zero to within rounding and are not moved": result.num_null,
-        "{} of {} ascents began in a random direction: the gradient at the weights was zero to within rounding": sum(
-            b.random_start for b in batches
-        ),
-        "{} of {} worst points have pairs whose geodesic would leave the manifold; it was shortened": sum(
-            b.num_exited_pairs > 0 for b in batches
-        ),
-        "{} of {} ascents used all their steps and did not converge; more steps may give a larger value": sum(
-            b.converged is False for b in batches
-        ),
+        "{} of {} ascents began in a random direction: the gradient at the weights was zero to within rounding": flat,
+        "{} of {} worst points have pairs whose geodesic would leave the manifold; it was shortened": exited,
+        "{} of {} ascents used all their steps and did not converge; more steps may give a larger value": unconverged,
     }
     yield from (text.format(count, len(batches)) for text, count in counts.items() if count)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from ..files import check_apart, check_folder
+from ..files import check_apart
 from ..study.plan import places, read_config
 from ..study.ranking import CONTROLS, FEWEST_MODELS, compare, plot_sweep
 from ..study.results import one_radius, read_results, remarks, targets, write_results
@@ -41,17 +41,14 @@ def sweep(config: Path, *, out: Path, shard: str = "1/1", quiet: bool = False) -
     quiet
         Show no progress.
     """
-    first, _, last = shard.partition("/")
-    if not (first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"--shard takes i/n, such as 1/4, but {shard!r} does not have this form")
-    check_folder(out, create=False)
     plan, results = read_config(config), out / "results.jsonl"
     data = [path for d in (plan.data, plan.train, plan.test) if d is not None for path in places(d.source)]
     check_apart(results, [config, plan.initial, *data], [path for path in data if path.is_dir()])
-    if results.exists() and not (out / "jobs").is_dir():
-        raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
-    results.unlink(missing_ok=True)  # of the sweep before: an interrupted one has none
-    failed = run_sweep(plan, out, shard=(int(first), int(last)), progress=not quiet)
+    if results.exists():  # of the sweep before: an interrupted one has none
+        if not (out / "jobs").is_dir():
+            raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
+        results.unlink()
+    failed = run_sweep(plan, out, shard=shard, progress=not quiet)
     rows = read_rows(out, plan)
     write_results(results, rows)
     for job in failed:

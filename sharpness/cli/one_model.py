@@ -57,7 +57,6 @@ def symmetries(
     model: str,
     *,
     data: str | None = None,
-    batch_size: int = 8,
     checkpoint: str | None = None,
     verify: bool = False,
     complete: bool = False,
@@ -78,9 +77,7 @@ def symmetries(
     model
         A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
     data
-        Examples to run the model on, given as for `sharpness run`.
-    batch_size
-        Number of these examples.
+        Examples to run the model on, given as for `sharpness run`; by default at most eight of them.
     checkpoint
         Local weights for a named model (.safetensors, or a state dict saved by torch).
     verify
@@ -91,8 +88,7 @@ def symmetries(
     loaded = models.load(model, checkpoint)
     network, batch = loaded.model, loaded.example
     if data is not None:
-        choice = DataChoice(**{"source": data, "batch_size": batch_size, "batches": 1, **chosen})
-        batch = choice.load(loaded)[0]
+        batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
     found: Any = canonical_form(network) if complete else find_symmetric_pairs(network, batch=batch)
     print(found)
     if not verify:
@@ -133,16 +129,13 @@ def canonicalize(model: str, *, out: Path) -> int:
     with torch.no_grad():
         before = network(**loaded.example)[0].float()
         form = canonicalize_(network)
-        change = network(**loaded.example)[0].float() - before
+        change = float((network(**loaded.example)[0].float() - before).abs().max() / before.abs().max())
     if not form.wired:
-        raise ValueError(
-            f"the wiring of {type(network).__name__} is not known; describe it in Python with register_wiring"
-        )
-    largest = float(change.abs().max() / before.abs().max().clamp_min(1e-30))
+        raise ValueError(f"the wiring of {type(network).__name__} is not known; describe it with register_wiring")
     # In half precision 10⁴ roundings would be any change at all.
-    if not largest <= min(0.1, 1e4 * max(torch.finfo(p.dtype).eps for p in network.parameters())):
-        raise ValueError(f"the canonical form of {model} changes the outputs by {largest:.1e}; it is not saved")
-    print(f"{form}\nlargest relative change of an output {largest:.0e}")
+    if not change <= min(0.1, 1e4 * max(torch.finfo(p.dtype).eps for p in network.parameters())):
+        raise ValueError(f"the canonical form of {model} changes the outputs by {change:.1e}; it is not saved")
+    print(f"{form}\nlargest relative change of an output {change:.0e}")
     with models.quiet():
         network.save_pretrained(out)
     for path in models.files_of(loaded.folder, (*models.INPUTS, "*.jinja")):

@@ -183,12 +183,12 @@ def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
     return measure_of(name, **{k: v for k, v in ablation.items() if k != "statistic"})
 
 
-def shard_of(items: Sequence[T], shard: tuple[int, int]) -> Sequence[T]:
-    """Take the i-th of n parts, every n-th item."""
-    i, n = shard
-    if not 1 <= i <= n:
-        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
-    return items[i - 1 :: n]
+def shard_of(items: Sequence[T], shard: str) -> Sequence[T]:
+    """Take the i-th of n parts, every n-th item; ``shard`` is i/n."""
+    i, _, n = shard.partition("/")
+    if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
+        raise ValueError(f"a shard is i/n with 1 ≤ i ≤ n, such as 1/4, but not {shard!r}")
+    return items[int(i) - 1 :: int(n)]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def read_choice(entry: Any, base: Path = Path()) -> DataChoice:
 
 def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
     checkpoints: list[Checkpoint] = []
-    entries = msgspec.convert(entries, str | list[str | _Entry])
+    entries = msgspec.convert(entries, str | Annotated[list[str | _Entry], Meta(min_length=1)])
     for entry in [entries] if isinstance(entries, str) else entries:
         entry = _Entry(entry) if isinstance(entry, str) else entry
         paths = sorted(str(base / place) for place in glob.glob(entry.path, root_dir=base))
@@ -273,8 +273,6 @@ def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise ValueError(f"two checkpoints are called {twice[0]!r}; rename one of their files or folders")
-    if not names:
-        raise ValueError("there are no checkpoints")
     return checkpoints
 
 

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +25,6 @@ CONTROLS = ("train_loss", "train_error")
 #: With fewer models a rank correlation says next to nothing: for nine models, one in thirteen unrelated quantities has
 #: a τ of at least 0.5 or at most -0.5.
 FEWEST_MODELS = 10
-#: Up to this number of models, the dots are labelled with their names.
-_NAMED = 12
 _PLACE = ["quantity", "rho"]
 _FOUND = ["median", "models", "tau", "low", "high", "p", "partial", "partial_low", "partial_high"]
 _RESAMPLES = 10_000
@@ -234,13 +231,10 @@ def plot_sweep(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -
     parts = list(frame.groupby(_PLACE))
     with figure(path, (3.6 * max(len(parts), 1), 3.6), 1, max(len(parts), 1), sharey=True) as (drawn, grid):
         for axes, ((quantity, rho), part) in zip(grid[0], parts, strict=False):
-            points = list(zip(part["value"], part["checkpoint"].map(goal), strict=True))
-            axes.plot(*zip(*points, strict=True), MARKERS.get(quantity, "o"), color=COLOURS.get(quantity, "0.4"))
-            for model, point in zip(part["checkpoint"], points, strict=True) if len(points) <= _NAMED else ():
-                name = Path(str(model)).name
-                axes.annotate(name, point, (4, 3), textcoords="offset points", fontsize="x-small", parse_math=False)
+            colour = COLOURS.get(quantity, "0.4")
+            axes.plot(part["value"], part["checkpoint"].map(goal), MARKERS.get(quantity, "o"), color=colour)
             said = "too few to correlate"
-            if len(points) >= FEWEST_MODELS:
+            if len(part) >= FEWEST_MODELS:
                 said = "τ = {tau:+.2f} [{low:+.2f}, {high:+.2f}]".format(**found.loc[(quantity, rho)])
             axes.set_title(f"{quantity}{f', ρ = {rho:g}' if rho else ''}\n{said}", fontsize="small")
             axes.set_xlabel("sharpness" if rho else "")

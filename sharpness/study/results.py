@@ -165,14 +165,11 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise TypeError("rows must be mappings, as returned by sharpness.study.read_results")
-    what = "loss" if "loss" in target else "error"
-    found = {}
-    for row in rows:
-        test, train = row.get(f"test_{what}"), row.get(f"train_{what}") if "gap" in target else 0.0
-        if row["kind"] == "fit" and test is not None and train is not None:
-            found[row["checkpoint"]] = test - train
+    what, found = "loss" if "loss" in target else "error", {}
+    for fit in (row for row in rows if row["kind"] == "fit"):
+        test, train = fit.get(f"test_{what}"), fit.get(f"train_{what}") if "gap" in target else 0.0
+        if test is not None and train is not None:
+            found[fit["checkpoint"]] = test - train
     return found
 
 

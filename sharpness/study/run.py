@@ -33,7 +33,7 @@ Read = Callable[[str], Batches]
 
 
 def run_sweep(
-    sweep: Sweep, folder: str | os.PathLike[str], *, shard: tuple[int, int] = (1, 1), progress: bool = True
+    sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1", progress: bool = True
 ) -> list[dict[str, Any]]:
     """Run the missing jobs of a sweep; jobs with a result from the same contents are not repeated.
 
@@ -43,9 +43,9 @@ def run_sweep(
         The sweep to run.
     folder
         Folder for the results, with one file per job in its folder ``jobs``; see :func:`read_rows`.
-    shard : (int, int)
-        (i, n): this process takes the i-th of n parts of the checkpoints. The results do not depend on which process
-        runs which job.
+    shard : str
+        i/n: this process takes the i-th of n parts of the checkpoints. The results do not depend on which process runs
+        which job.
     progress : bool
         Show a progress bar.
 
@@ -154,23 +154,13 @@ def _sharpness(job: Mapping[str, Any], loaded: LoadedModel, data: Batches) -> li
             if len(radii) < 2:
                 raise
             rows.append({"rho": radii.pop(), "error": words_of(error)})
+    remarks = [*loaded.remarks, *data.remarks, *result.remarks]
     for rho in result.rhos:  # 0 for a quantity at the weights
         part, batches = result[rho], result[rho].batches
-        rows.append(
-            {
-                "rho": rho,
-                "sharpness": float(part),
-                "per_batch": [b.value for b in batches],
-                "trace": part.trace,
-                "base_loss": fmean(b.base_loss for b in batches),
-                "error_increase": part.error_increase,
-                "passes": sum(b.passes for b in batches),
-                "unconverged": sum(b.converged is False for b in batches),
-                "min_singular_value": part.min_singular_value,
-                "num_null": part.num_null,
-                "remarks": [*loaded.remarks, *data.remarks, *result.remarks],
-            }
-        )
+        row = {"rho": rho, "sharpness": float(part), "per_batch": [b.value for b in batches]}
+        row |= {k: getattr(part, k) for k in ("trace", "error_increase", "min_singular_value", "num_null")}
+        row |= {"base_loss": fmean(b.base_loss for b in batches), "passes": sum(b.passes for b in batches)}
+        rows.append({**row, "unconverged": sum(b.converged is False for b in batches), "remarks": remarks})
     return rows
 
 

@@ -29,7 +29,7 @@ BASE = {"checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}
         ({"rho": {"adaptive": []}}, r"rho must be one or several positive numbers, got \(\)"),
         ({"data": {"source": "train.pt", "batch_size": []}}, "Expected `int.*`, got `array` - at `$.batch_size`"),
         ({"checkpoints": 3}, "Expected `str | array`, got `int`"),
-        ({"checkpoints": []}, "there are no checkpoints"),
+        ({"checkpoints": []}, "Expected `array` of length >= 1"),
     ],
 )
 def test_values_of_the_wrong_kind(place, entries, words):
@@ -90,7 +90,7 @@ def test_what_is_no_json(place, capsys, text):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("shard", "words"), [("3", "--shard takes i/n"), ("3/2", "1 ≤ i ≤ n")])
+@pytest.mark.parametrize(("shard", "words"), [("3", "a shard is i/n"), ("3/2", "1 ≤ i ≤ n"), ("0/2", "1 ≤ i ≤ n")])
 def test_a_shard_that_is_none(place, capsys, shard, words):
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", shard, "--quiet"]) == 2
     assert words in capsys.readouterr().err

@@ -241,7 +241,6 @@ def test_a_sweep_is_drawn(tmp_path):
     gaps = {r["checkpoint"]: r["test_error"] - r["train_error"] for r in rows if r["kind"] == "fit"}
     panel = next(axes for axes in drawn.axes if "geodesic-inv" in axes.get_title())
     assert "τ = " in panel.get_title()
-    assert {text.get_text() for text in panel.texts} == set(gaps)  # twelve dots bear their names
     shown = [line.get_xydata() for line in panel.lines] + [np.asarray(c.get_offsets()) for c in panel.collections]
     heights = next(points[:, 1] for points in shown if len(points) == len(gaps))
     np.testing.assert_allclose(sorted(heights), sorted(gaps.values()))
@@ -249,9 +248,7 @@ def test_a_sweep_is_drawn(tmp_path):
         plot_sweep([r for r in rows if r["kind"] != "fit"], "gap", tmp_path / "none.png")
 
 
-@pytest.mark.parametrize(("models", "names", "words"), [(9, 9, "too few to correlate"), (13, 0, "τ = ")])
-def test_few_models_bear_names_and_no_correlation(tmp_path, models, names, words):
-    rows = [{**r, "checkpoint": f"{r['checkpoint']} $^$"} for r in study(models=models)]  # no formula
-    panel = plot_sweep(rows, "gap", tmp_path / "scatter.png").axes[0]
-    assert len(panel.texts) == names
+@pytest.mark.parametrize(("models", "words"), [(9, "too few to correlate"), (13, "τ = ")])
+def test_few_models_bear_no_correlation(tmp_path, models, words):
+    panel = plot_sweep(study(models=models), "gap", tmp_path / "scatter.png").axes[0]
     assert words in panel.get_title()
