@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from sharpness.cli import Parser, add_arguments, checked_device, place, run_parser
+from sharpness import cli
+from sharpness.cli import Parser, add_arguments, checked_device, place
 from sharpness.data import DataChoice
 from sharpness.study.plan import read_choice
 
@@ -282,4 +283,4 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, see :func:`sharpness.cli.main`."""
-    return run_parser(parser(), arguments)
+    return cli.main(arguments, parser())

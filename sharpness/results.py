@@ -219,8 +219,8 @@ class SharpnessResult:
         found = self._directions.get((batch_index, rho))
         if found is None:
             raise KeyError(
-                f"no direction for batch {batch_index} at rho = {rho}: there was no such measurement (an average has "
-                "none), another process of the group found it, or it was not kept: pass keep_directions=True"
+                f"no direction for batch {batch_index} at rho = {rho}: it was not measured (an average has none), or "
+                "found by another process of the group, or not kept: pass keep_directions=True"
             )
         return found
 
@@ -242,9 +242,7 @@ class SharpnessResult:
         """
         moving = [d for d in (self.direction(b.batch) for b in self.batches) if d.norm > 0]
         if not moving:
-            raise ValueError(
-                "the worst directions have length 0, because the loss did not rise at this radius; use a larger one"
-            )
+            raise ValueError("the loss did not rise at this radius: the directions have length 0; use a larger one")
         found: dict[tuple[str, str, int | None], float] = {}
         for d in moving:
             for place, square in d.squares.items():

@@ -64,13 +64,9 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | None = None) -> int:
     """Run the command line, by default that of the process; every error is reported in one line, with exit code 2."""
-    return run_parser(parser(), arguments)
-
-
-def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
-    """Run the command that a parser finds in the arguments; see :func:`main`."""
+    top = parser() if top is None else top
     options = top.parse_args(arguments)
     options.command = shlex.join([top.prog, *(sys.argv[1:] if arguments is None else arguments)])
     try:

@@ -52,10 +52,8 @@ def sweep(config: Path, *, out: Path, shard: str = "1/1", quiet: bool = False) -
     rows = read_rows(out, plan)
     write_results(results, rows)
     for job in failed:
-        what = job.get("measure", job["kind"])
-        if isinstance(job.get("rho"), float):  # this radius is too large; the results at other radii are kept
-            what = f"{what} at rho = {job['rho']:g}"
-        print(f"sharpness: {job['checkpoint']}, {what}: {job['error']}", file=sys.stderr)
+        at = f" at rho = {job['rho']:g}" if isinstance(job.get("rho"), float) else ""  # the others' results are kept
+        print(f"sharpness: {job['checkpoint']}, {job.get('measure', job['kind'])}{at}: {job['error']}", file=sys.stderr)
     if not quiet:
         print(f"{len(rows)} rows in {results}; show them with: sharpness table {out}")
     return 1 if failed else 0

@@ -185,7 +185,8 @@ def run(
         geodesic-inv, geodesic-mix, complete-inv, complete-mix, adaptive, euclidean, gradient-norm, riemannian-hessian,
         euclidean-hessian; one or several.
     rho
-        Radii of the ball (default: the measure's, from 0.05 for euclidean to 0.5 for adaptive).
+        Radii of the ball (default: the measure's, from 0.05 for euclidean to 0.5 for adaptive); gradient norms and
+        Hessians have none.
     micro_batch
         Pass so many examples at a time, to save memory.
     normalize_logits
@@ -204,10 +205,7 @@ def run(
     settings = {**asdict(search), **passes, "ablation": {}, "rho": rho, "keep_directions": figures is not None}
     choice = DataChoice(data, **chosen)
     for name in measure:
-        if name not in LOCAL:
-            checked_radii(measure_of(name), rho)
-        elif rho is not None:
-            raise ValueError(f"{name} has no radius; leave --rho out")
+        checked_radii(measure_of(name), rho)
     read, folders = places(data), [path for path in places(data) if path.is_dir()]
     if figures is not None:
         check_apart(figures, (), folders)

@@ -126,8 +126,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of :func:`sharpness.evaluate`."""
-        passes = {"micro_batch": self.micro_batch, "normalize_logits": self.normalize_logits}
-        return {**asdict(self.search), **passes}
+        return {**asdict(self.search), "micro_batch": self.micro_batch, "normalize_logits": self.normalize_logits}
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results.

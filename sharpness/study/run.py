@@ -26,15 +26,13 @@ from ..measures import LOCAL
 from ..measuring import RadiusError
 from ..models import LoadedModel, load, load_state_dict
 from .plan import Checkpoint, Sweep, shard_of, switched
-from .results import read_job
+from .results import Row, read_job
 
 #: Reads the batches for the current model: "data", "train" or "test" of the sweep.
 Read = Callable[[str], Batches]
 
 
-def run_sweep(
-    sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1", progress: bool = True
-) -> list[dict[str, Any]]:
+def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1", progress: bool = True) -> list[Row]:
     """Run the missing jobs of a sweep; jobs with a result from the same contents are not repeated.
 
     Parameters
@@ -80,7 +78,7 @@ def run_sweep(
     place = check_folder(Path(folder) / "jobs")
     with naming(f"the device {sweep.device!r} cannot be used"):
         torch.zeros((), device=sweep.device).item()
-    failed: list[dict[str, Any]] = []
+    failed: list[Row] = []
     with progress_bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
         for checkpoint in mine:
             failed += _run_missing(sweep, checkpoint, place)
@@ -88,7 +86,7 @@ def run_sweep(
     return failed
 
 
-def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path) -> list[dict[str, Any]]:
+def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path) -> list[Row]:
     """Run the jobs of a checkpoint that have no result, and return those that failed."""
 
     @functools.cache
@@ -102,7 +100,7 @@ def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path) -> list[dict
         found: Batches = getattr(sweep, name).load(loaded(), sweep.device)
         return found
 
-    failed: list[dict[str, Any]] = []
+    failed: list[Row] = []
     for job in sweep.jobs(checkpoint):
         rows = _rows_of(job, place)
         if all("error" in row for row in rows) and "error" not in job:
@@ -113,9 +111,7 @@ def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path) -> list[dict
     return failed
 
 
-def _attempt(
-    job: Mapping[str, Any], sweep: Sweep, loaded: Callable[[], LoadedModel], read: Read
-) -> list[dict[str, Any]]:
+def _attempt(job: Row, sweep: Sweep, loaded: Callable[[], LoadedModel], read: Read) -> list[Row]:
     """Return the rows of a job; what failed, all of it or a radius at which the loss is not finite, has an error."""
     start = time.perf_counter()
     try:
@@ -142,9 +138,9 @@ def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str
     return evaluate(model, batches, measure=switched(name, ablation), statistic=statistic, **settings)
 
 
-def _sharpness(job: Mapping[str, Any], loaded: LoadedModel, data: Batches) -> list[dict[str, Any]]:
+def _sharpness(job: Row, loaded: LoadedModel, data: Batches) -> list[Row]:
     """Return a row for each radius."""
-    radii, rows = sorted(job["rho"]), list[dict[str, Any]]()
+    radii, rows = sorted(job["rho"]), list[Row]()
     settings = {**job["settings"], "ablation": job["ablation"], "keep_directions": False, "progress": False}
     while True:
         try:
@@ -218,15 +214,15 @@ def job_key(job: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
+def read_rows(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
     """Read the rows of all finished jobs, in the order of the sweep.
 
     Parameters
     ----------
     folder
         The folder of :func:`run_sweep`.
-    sweep : Sweep, optional
-        Return only rows that belong to it; by default all rows in the folder.
+    sweep : Sweep
+        Whose rows are returned; the folder may have those of others too.
 
     Returns
     -------
@@ -252,7 +248,7 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     ...     data = DataChoice(f"{place}/data.pt")
     ...     sweep = Sweep(checkpoints=(net,), data=data, test=data, measures=())
     ...     failed = run_sweep(sweep, place, progress=False)
-    ...     row = read_rows(place)[0]
+    ...     row = read_rows(place, sweep)[0]
     >>> row["checkpoint"], row["kind"], row["test_error"] == row["train_error"]
     ('net', 'fit', True)
     """
@@ -294,13 +290,11 @@ def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str
     return [row for row in _read(folder, sweep) if "error" in row]
 
 
-def _read(folder: str | os.PathLike[str], sweep: Sweep | None) -> list[dict[str, Any]]:
+def _read(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
     """Read the rows of jobs, failed ones too."""
     place = Path(folder) / "jobs"
     if not place.is_dir():
         raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'jobs')")
-    if sweep is None:
-        return [row for path in sorted(place.glob("*.json")) for row in read_job(path)]
     return [row for checkpoint in sweep.checkpoints for job in sweep.jobs(checkpoint) for row in _rows_of(job, place)]
 
 

@@ -76,15 +76,14 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
         cli.main(["run", "--help"])
     assert caught.value.code == 0
     assert "torchrun" in capsys.readouterr().out
-    assert cli.main(arguments) == 2
-    assert "has no radius; leave --rho out" in capsys.readouterr().err
     own = [a if a != str(out) else str(tmp_path / "data.safetensors") for a in arguments[:-1]]
     assert cli.main(own) == 2
     assert "would replace" in capsys.readouterr().err
-    assert cli.main([*arguments[:-1]]) == 0
+    assert cli.main(arguments) == 0
     assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
     written = json.loads(out.read_text())
-    found = written["results"][0]
+    found, local = written["results"]
+    assert (found["rhos"], local["rhos"]) == ([0.1], [0.0])  # a gradient norm has no radius
     assert found["quantity"] == "adaptive"
     batches = [(x[:4], y[:4]), (x[4:8], y[4:8])]
     result = evaluate(model, batches, measure="adaptive", rho=0.1)
@@ -196,8 +195,8 @@ def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
     assert len(json.loads(out.read_text())["results"]) == 2
     # What is wrong is known before any measure takes its time.
     out.unlink()
-    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm", "--rho", "0.1"]) == 2
-    assert "has no radius; leave --rho out" in capsys.readouterr().err
+    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "adaptive", "--rho", "-1"]) == 2
+    assert "rho must be one or several positive numbers" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert cli.main([*arguments, str(tmp_path / "file")]) == 2
     monkeypatch.setitem(sys.modules, "matplotlib", None)
