@@ -141,7 +141,7 @@ class WeightSpace:
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
-        self.world = self.examples = World()
+        self.world = World()
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model, only))
         moving = list(self.parameters.values())

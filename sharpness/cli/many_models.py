@@ -27,8 +27,8 @@ def sweep(config: Path, *, out: Path, shard: str = "1/1", quiet: bool = False) -
     JSON file says which; its keys are checkpoints, data, train, test, measures, rho,
     ablations, baselines, initial, steps, relative_tol, device and sharded
     (docs/guides/sweeps.md). A sweep may be interrupted; the same command resumes it
-    from the folder OUT. Under torchrun, processes draw checkpoints from a common
-    counter; --shard splits them among independent processes that share OUT. The exit
+    from the folder OUT. Under torchrun, processes take checkpoints in turn;
+    --shard splits them among independent processes that share OUT. The exit
     code is 1 if a checkpoint failed.
 
     in a shell:

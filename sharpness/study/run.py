@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Batches, check_source, is_function
-from ..distributed import World, counter, everybody, shard_
+from ..distributed import World, everybody, shard_
 from ..errors import called, naming, words_of
 from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
@@ -49,8 +49,8 @@ def run_sweep(
     folder
         Folder for the results, with one file per job in its folder ``jobs``; see :func:`read_rows`.
     shard : (int, int)
-        (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes draw
-        checkpoints from a common counter instead, or do each together if the models are sharded. The results do not
+        (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes take
+        checkpoints in turn instead, or do each together if the models are sharded. The results do not
         depend on which process runs which job.
     progress : bool
         Show a progress bar.
@@ -86,11 +86,14 @@ def run_sweep(
     place = check_folder(Path(folder) / "jobs")
     with naming(f"the device {sweep.device!r} cannot be used"):
         torch.zeros((), device=sweep.device)
-    group = everybody() if sweep.sharded else None
+    world = everybody()
+    if sweep.sharded and world.group is None:
+        raise ValueError("a model is sharded over several processes: start the command by torchrun")
     failed: list[dict[str, Any]] = []
     with progress_bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
-        for position in range(len(mine)) if sweep.sharded else counter(len(mine)):
-            failed += _run_missing(sweep, mine[position], place, group)
+        for position, checkpoint in enumerate(mine):
+            if sweep.sharded or world.owns(position):
+                failed += _run_missing(sweep, checkpoint, place, world.group if sweep.sharded else None)
             shown.update()
     return failed
 
