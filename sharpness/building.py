@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import Block as Part
 from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
@@ -75,7 +76,7 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
                 f"parameter {name!r} was made under torch.inference_mode, where nothing can be differentiated; make "
                 "the model outside of it"
             )
-        if not is_sharded(p) and not bool(p.detach().isfinite().all()):
+        if not is_sharded(p) and not finite(p):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
         if isinstance(p, geoopt.ManifoldParameter) and not isinstance(p.manifold, geoopt.Euclidean):
             raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
 from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
 from quotient_manifolds.symmetries.modules import plain_class, plain_names, to_device
@@ -70,7 +71,7 @@ class BatchLoss:
         if index > 0:  # all pieces of batch 0 were checked
             objective.check_pieces(space.model, batch, all_of_them=False)
         self._check_symmetries()
-        if not space.world.all(bool(self.base_gradient.isfinite().all())):
+        if not space.world.all(finite(self.base_gradient)):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
                 f"{self.base:.6g}; check the model and loss_fn for a square root or logarithm at zero"

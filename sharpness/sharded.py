@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.pairs import in_copy
@@ -200,7 +201,7 @@ class ShardedSpace(WeightSpace):
             raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
         self._shards = shards = Shards(model)
         parameters = shards.twin.named_parameters()
-        bad = next((name for name, p in parameters if not shards.local(p).isfinite().all()), None)
+        bad = next((name for name, p in parameters if not finite(shards.local(p))), None)
         if not shards.world.all(bad is None):
             raise ValueError(
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -50,12 +49,8 @@ class Evidence:
         said = self._certification.see(gradient, tolerance=self.tolerance).residuals
         residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
         self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        sizes = {
-            name: torch.linalg.vector_norm(gradient[p], 1).to(space.dtype)
-            for name in self._unreached if (p := space.parameters[name]) in gradient and p.numel()
-        }  # fmt: skip
-        if sizes:
-            self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
+        there = {name for name in self._unreached if space.parameters[name] in gradient}
+        self._unreached -= {name for name in there if bool(gradient[space.parameters[name]].any())}
 
     def uncertified(self) -> set[str]:
         """Name the pairs of all processes that had no gradient yet."""
