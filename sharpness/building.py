@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import Block as Part
 from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
@@ -75,7 +76,7 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
                 f"parameter {name!r} was made under torch.inference_mode, where nothing can be differentiated; make "
                 "the model outside of it"
             )
-        if not is_sharded(p) and not bool(p.detach().isfinite().all()):
+        if not is_sharded(p) and not finite(p):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
         if isinstance(p, geoopt.ManifoldParameter) and not isinstance(p.manifold, geoopt.Euclidean):
             raise ValueError(
@@ -124,30 +125,20 @@ class Division:
     ----------
     stacks : list of PairStack
         The pairs that are divided out.
-    covered : dict of Tensor to Tensor
-        Masks of the entries of parameters that belong to pairs, or do not move in the canonical form.
+    constant : dict of Tensor to Tensor
+        Masks of the entries of parameters that do not move in the canonical form.
     lengths : dict of Tensor to Tensor
         Where the measure asks for them, see :func:`vector_lengths`.
     """
 
     stacks: list[PairStack]
-    covered: dict[Tensor, Tensor]
+    constant: dict[Tensor, Tensor]
     lengths: dict[Tensor, Tensor]
-
-    def leaves_some_of(self, p: Tensor) -> bool:
-        """Tell whether any entry of a parameter moves outside pairs."""
-        return p not in self.covered or not bool(self.covered[p].all())
-
-
-def with_constants(covered: Mapping[Tensor, Tensor], constant: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Join two sets of masks."""
-    return {**constant, **{p: mask | constant[p] if p in constant else mask for p, mask in covered.items()}}
 
 
 def divide(
     model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor], *,
     form: CanonicalForm | None = None, only_some: bool = False, read: Callable[[Tensor], Tensor] = Tensor.detach,
-    cover: bool = True,
 ) -> Division:  # fmt: skip
     """Divide parameters into pairs and entries that move separately.
 
@@ -165,8 +156,6 @@ def divide(
         Pairs with other parameters than these are left out.
     read : callable
         Function that returns the values of a parameter there.
-    cover : bool
-        Note what belongs to pairs; else only what is constant.
 
     Returns
     -------
@@ -191,11 +180,10 @@ def divide(
     if next(iter(moving)).device.type == "cpu":
         count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
         found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
-    covered = with_constants(coverage(found) if cover else {}, {} if form is None else form.constant)
     lengths = {}
     if measure.elementwise == "vector":
         lengths = vector_lengths(model, None if form is None else form.wiring, known, read)
-    return Division(found, covered, lengths)
+    return Division(found, {} if form is None else form.constant, lengths)
 
 
 @torch.no_grad()
@@ -269,10 +257,13 @@ def build_blocks(
     measure: Measure, parameters: Mapping[str, Tensor], dtype: torch.dtype, division: Division
 ) -> list[Block]:
     """Return the blocks of some parameters, with coordinates of a dtype: single ones first, then stacks of pairs."""
+    covered = coverage(division.stacks)
+    for p, mask in division.constant.items():
+        covered[p] = mask | covered[p] if p in covered else mask
     single: list[Block] = [
-        ElementwiseBlock(p, measure, dtype, division.covered.get(p), division.lengths.get(p))
+        ElementwiseBlock(p, measure, dtype, covered.get(p), division.lengths.get(p))
         for p in parameters.values()
-        if division.leaves_some_of(p)
+        if p not in covered or not bool(covered[p].all())
     ]
     kind = measure.pair_block or PairBlock
     return single + [kind(s, measure, dtype) for s in division.stacks]

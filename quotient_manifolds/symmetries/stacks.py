@@ -72,11 +72,6 @@ class PairStack:
         """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
         return self.pairs[0].manifold(metric)
 
-    def point_like(self, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor]:
-        """Return the shape of the stacked point, and an empty tensor of its dtype, for real weights of ``dtype``."""
-        like = self.group.to_point(torch.empty((0, *self._rows.shape[1:]), dtype=dtype, device=self._device()))
-        return (len(self), *like.shape[1:]), like
-
     def _device(self) -> torch.device:
         return self.pairs[0].G[0].tensor.device
 

@@ -140,10 +140,11 @@ def canonical_form(
         s.fold(state)
     constant: dict[Tensor, Tensor] = {}
     fixed = [b for s in symmetries for b in s.constant]
+    keys = {b.key for b in fixed}
     for b in fixed:
         p = b.tensor
         b.of(constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))).fill_(True)
-    kept = PairList(_without(p, {b.key for b in fixed}) for p in pairs)
+    kept = PairList(_without(p, keys) for p in pairs)
     values = {p: value.to(at_least_float32(p.dtype)) for p, value in state.items()}
     return CanonicalForm(values, constant, kept, symmetries, refused, wiring)
 
