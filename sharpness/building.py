@@ -244,17 +244,17 @@ def vector_lengths(
                 row = None if b is None else block(module, bias)
                 affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
     for a in affines.values():
-        W = a.matrix.tensor
-        if W in found:
+        matrix = a.matrix.tensor
+        if matrix in found:
             continue
-        inputs = [d for d in range(W.dim()) if d != a.stream_dim]
-        found[W] = rows = norm(W, *inputs)
+        inputs = [d for d in range(matrix.dim()) if d != a.stream_dim]
+        found[matrix] = rows = norm(matrix, *inputs)
         if a.bias is not None:
-            b = a.bias.tensor
-            together = inside(W).sum(inputs).bool() == inside(b)
-            joint = torch.hypot(rows.flatten(), read(b))
-            found[b] = torch.where(together, joint, norm(b, 0))
-            found[W] = torch.where(together, joint, rows.flatten()).view(rows.shape)
+            added = a.bias.tensor
+            together = inside(matrix).sum(inputs).bool() == inside(added)
+            joint = torch.hypot(rows.flatten(), read(added))
+            found[added] = torch.where(together, joint, norm(added, 0))
+            found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
     for p in model.parameters():
         if p not in found:
             found[p] = norm(p, -1) if p.dim() else read(p).abs()

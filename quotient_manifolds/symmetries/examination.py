@@ -56,10 +56,10 @@ def _groups(heads: Heads, one: Tensor, two: Tensor) -> Iterator[tuple[int, Heads
         return torch.cat([C[..., a, a] + C[..., b, b], C[..., a, b] - C[..., b, a]], -1)
 
     rest = ((n, [C[..., n:, n:].flatten(-2) for C in (one, two)]) for n in range(0, h + 1, 2))
-    size = next((n for n, parts in rest if agree(*parts)), None)
+    size = next((n for n, parts in rest if agree(*parts)), -1)
     if size == 0:
         yield h * h, heads
-    for pairing in PLANES[: 1 + (size > 2)] if size else ():
+    for pairing in PLANES[: 1 + (size > 2)] if size > 0 else ():
         a, b = (i[: size // 2], i[size // 2 : size]) if pairing == "half" else (i[:size:2], i[1:size:2])
         if agree(turns(one), turns(two)):
             yield size + (h - size) ** 2, replace(heads, group=pairing, rotary_size=size)
@@ -187,8 +187,8 @@ def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Sy
             calls = record(run, modules)
         found = {name: _examined_pairs(name, m, calls.get(name), examined) for name, m in modules.items()}
     known = [*(m for m in model.modules() if handler_of(m) is not None), *modules.values()]
-    calls = [*watch.calls, *((m, "") for m in model.modules() if holds_keys(m))]
-    unnamed = uncovered(model, calls, {inner for m in known for inner in m.modules()})
+    attending = [*watch.calls, *((m, "") for m in model.modules() if holds_keys(m))]
+    unnamed = uncovered(model, attending, {inner for m in known for inner in m.modules()})
     return found | {path: no_pair(path, UNNAMED) for path, *_ in unnamed}
 
 
