@@ -220,8 +220,8 @@ def vector_lengths(
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
     writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
-    found = {a.W: norm(a.W, a.stream_dim) for a in writers}
-    affines = {a.W: a for s in wiring.sites for a in s.readers}
+    found = {a.matrix.tensor: norm(a.matrix.tensor, a.stream_dim) for a in writers}
+    affines = {a.matrix.tensor: a for s in wiring.sites for a in s.readers}
     for module in model.modules():
         for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
             W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
@@ -232,15 +232,17 @@ def vector_lengths(
                 row = None if b is None else block(module, bias)
                 affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
     for a in affines.values():
-        if a.W in found:
+        matrix = a.matrix.tensor
+        if matrix in found:
             continue
-        inputs = [d for d in range(a.W.dim()) if d != a.stream_dim]
-        found[a.W] = rows = norm(a.W, *inputs)
-        if a.b is not None:
-            together = inside(a.W).sum(inputs).bool() == inside(a.b)
-            joint = torch.hypot(rows.flatten(), read(a.b))
-            found[a.b] = torch.where(together, joint, norm(a.b, 0))
-            found[a.W] = torch.where(together, joint, rows.flatten()).view(rows.shape)
+        inputs = [d for d in range(matrix.dim()) if d != a.stream_dim]
+        found[matrix] = rows = norm(matrix, *inputs)
+        if a.bias is not None:
+            added = a.bias.tensor
+            together = inside(matrix).sum(inputs).bool() == inside(added)
+            joint = torch.hypot(rows.flatten(), read(added))
+            found[added] = torch.where(together, joint, norm(added, 0))
+            found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
     for p in model.parameters():
         if p not in found:
             found[p] = norm(p, -1) if p.dim() else read(p).abs()
