@@ -60,7 +60,7 @@ class Roles:
         if home == letter:
             return whole
         share = {c: (heads.number if c == "q" else heads.kv_number) // heads.blocks * heads.size for c in home}
-        start = whole.start + sum(share[c] for c in home[: home.index(letter)])
+        start = whole.start + sum(share[c] for c in heads.order[: heads.order.index(letter)] if c in home)
         return replace(whole, start=start, stride=sum(share.values()), per=share[letter] // heads.size)
 
     def of_kind(self, kind: str, heads: Heads) -> list[SymmetricPair]:
@@ -178,8 +178,10 @@ def possible_heads(roles: Roles, kind: str, number: int | None = None) -> Iterat
         found, kv_number = queries // h, shared // (others * h)
         if found % kv_number or found != (number or found):
             continue
-        for blocks in sorted({1, kv_number if len(keys) > 1 else 1}):
-            yield Heads(found, kv_number, h, blocks=blocks, examined=number is None)
+        several = [kv_number, *([4] if kv_number % 4 == 0 else [])] if len(keys) > 1 else []
+        for blocks in sorted({1, *several}):
+            for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
+                yield Heads(found, kv_number, h, blocks=blocks, order=order, examined=number is None)
 
 
 class Proposal(NamedTuple):

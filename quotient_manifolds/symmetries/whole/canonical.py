@@ -139,12 +139,11 @@ def canonical_form(
     for s in symmetries:
         s.fold(state)
     constant: dict[Tensor, Tensor] = {}
-    fixed = [b for s in symmetries for b in s.constant]
-    keys = {b.key for b in fixed}
-    for b in fixed:
+    fixed = {b.key: b for s in symmetries for b in s.constant}
+    for b in fixed.values():
         p = b.tensor
         b.of(constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))).fill_(True)
-    kept = PairList(_without(p, keys) for p in pairs)
+    kept = PairList(_without(p, fixed) for p in pairs)
     values = {p: value.to(at_least_float32(p.dtype)) for p, value in state.items()}
     return CanonicalForm(values, constant, kept, symmetries, refused, wiring)
 

@@ -197,14 +197,15 @@ def test_names_say_the_roles(widths, letters):
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_rows_of_one_matrix(blocks):
+@pytest.mark.parametrize("order", ["qkv", "qvk"])
+def test_rows_of_one_matrix(blocks, order):
     """Against the tensor of rows reshaped and split as a forward pass would."""
     heads, kv_heads, size = 4, 2, 3
     layer = Named(qkv=(heads + 2 * kv_heads) * size, o=heads * size)
     share = {"q": heads // blocks, "k": kv_heads // blocks, "v": kv_heads // blocks}
-    parts = layer.qkv.weight.unflatten(0, (blocks, -1)).split([share[c] * size for c in "qkv"], dim=1)
-    split = {c: part.reshape(-1, size, 8) for c, part in zip("qkv", parts, strict=True)}
-    place = Heads(heads, kv_heads, size, blocks=blocks)
+    parts = layer.qkv.weight.unflatten(0, (blocks, -1)).split([share[c] * size for c in order], dim=1)
+    split = {c: part.reshape(-1, size, 8) for c, part in zip(order, parts, strict=True)}
+    place = Heads(heads, kv_heads, size, blocks=blocks, order=order)
     layer.o = nn.Linear(heads * size, 8)
     for p in roles_of(layer).pairs("", place, place):
         x, g = p.gather(), p.head * kv_heads // heads
