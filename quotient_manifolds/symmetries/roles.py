@@ -29,9 +29,11 @@ _LETTERS = {
 }  # fmt: skip
 _PACKED = ("c_attn", "in_proj", "in_proj_weight", "w_pack")
 _FURTHER = frozenset({"pos", "global", "relative"})
-#: Parameters of relative positions that are added to queries, one row a head; and keys that all heads share.
-_ADDED = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v")
+#: Parameters of relative positions that are added to queries, one row a head; keys that all heads share; and keys of
+#: every head, of shape (rows, heads, head size).
+_ADDED = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "r_w_bias", "r_r_bias", "r_s_bias")
 _SHARED = ("rel_pos_h", "rel_pos_w")
+_KEYS = ("r_kernel", "seg_embed")
 #: Largest head size that is tried.
 LARGEST = 512
 #: Parts of latent attention; and the projection of its queries, with that of a gate beside them in the second.
@@ -143,6 +145,8 @@ def _rows(module: nn.Module, layers: Container[nn.Module]) -> Iterator[tuple[str
         for name, p in owner.named_parameters(recurse=False):
             if name in (*_ADDED, *_SHARED) and p.dim() == 2:
                 yield "q" if name in _ADDED else "k", Rows(owner, name, shared=name in _SHARED)
+            elif name in _KEYS and p.dim() == 3:
+                yield "k", Projection(owner, name, conv1d=True)
             elif name in ("bias_k", "bias_v") and owner in layers:  # else of another meaning
                 yield name[-1], Projection(owner, name, "", conv1d=True)
 

@@ -241,6 +241,17 @@ def test_layers_of_other_classes_and_names():
     assert found.projections["q"].module is layer.project_q
 
 
+def test_tensors_with_an_axis_of_heads():
+    """As in Funnel: the positions' keys are (rows, heads, head size), and a row a head is added to the queries."""
+    layer = Named(q=6, k=6, v=6)
+    layer.o = nn.Linear(6, 8)
+    layer.r_kernel, layer.r_w_bias = nn.Parameter(torch.randn(5, 2, 3)), nn.Parameter(torch.randn(2, 3))
+    place = Heads(2, 2, 3)
+    _, _, qk, _ = roles_of(layer).pairs("", place, place)
+    q, k = (torch.cat([m.weight[3:].T, m.bias[None, 3:]]) for m in (layer.q, layer.k))
+    assert torch.equal(qk.gather(), torch.cat([q, layer.r_w_bias[1:], k, layer.r_kernel[:, 1]]))
+
+
 #: What is found of tiny layers, and what else leaves the outputs as they are: a latent vector of r dimensions is
 #: normalised between two projections, which may be rotated, and scaled against the norm's gains: r (r - 1) / 2 + r.
 LAYERS = {"deepseek_v2": (8 + 8 + 2, 10), "deepseek_v3": (8 + 8 + 2, 6 + 3)}
