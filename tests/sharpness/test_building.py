@@ -203,7 +203,7 @@ def test_bad_models_are_named():
     frozen = copy.deepcopy(model).requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameter"):
         sharpness.evaluate(frozen, [batch], rho=0.1)
-    with pytest.raises(ValueError, match="lie on the meta device"):
+    with pytest.raises(ValueError, match="parameters lie on meta; load the whole model on one device"):
         sharpness.evaluate(copy.deepcopy(model).to("meta"), [batch], rho=0.1)
     with torch.no_grad():
         model.classifier.bias[0] = float("nan")
