@@ -163,11 +163,13 @@ class GLTangentSpace(TangentSpace):
         n, m = self._gauge.n, rows - self._gauge.n
         wanted = ((n, 1), (m, 1), (n, 1)) if h == 1 else ((n, m), (n, m))
         first, second, *third = [standard_normal((*batch, *size), self.x, generator) for size in wanted]
+        inverse = row_power(self._gauge.sigma, self._gauge.sigma > 0, -0.5)
+        U, V = self._gauge.G * inverse, self._gauge.H * inverse
         if h == 1:
-            phase = (third[0].mH @ self._gauge.U).sgn()
+            phase = (third[0].mH @ U).sgn()
             c_G, c_H = first * phase, second * phase
         else:
-            c_G, c_H = first @ self._gauge.V, second.mH @ self._gauge.U
+            c_G, c_H = first @ V, second.mH @ U
         return self.proju(self.from_coordinates(torch.cat([c_G, c_H], dim=-2)))
 
     # -- the second-order retraction -------------------------------------------------------------------------------
@@ -194,19 +196,14 @@ class GLTangentSpace(TangentSpace):
 
     # -- exact geodesics -------------------------------------------------------------------------------------------
 
-    def geodesic(self, u: Tensor, t: Any = 1.0, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
-        """Follow the exact geodesic with horizontal velocity u.
+    def geodesic(self, u: Tensor, t: Any = 1.0, *, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
+        """Follow the exact geodesic with horizontal velocity u: points and velocities at times t.
 
-        Times, tolerance, results and errors are those of :meth:`GLQuotientInv.geodesic
-        <quotient_manifolds.GLQuotientInv.geodesic>`.
+        Times, results and errors are those of :meth:`GLQuotientInv.geodesic
+        <quotient_manifolds.GLQuotientInv.geodesic>`. ``tolerance`` is that of the solver for mix.
         """
-        point, velocity = geodesics.geodesic(self._whitened(u), t, relative_tol)
+        point, velocity = geodesics.geodesic(self._whitened(u), t, tolerance)
         return _packed(point, self._from_gauge), _packed(velocity, self._from_gauge)
-
-    def expmap(self, u: Tensor, *, relative_tol: float | None = None) -> Tensor:
-        """Return the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`."""
-        point, _ = geodesics.geodesic(self._whitened(u), 1.0, relative_tol)
-        return _packed(point, self._from_gauge)
 
     def exit_time(self, u: Tensor) -> Tensor:
         """Return the time in (0, 1] at which the geodesic leaves the manifold, inf where it does not; (…)."""

@@ -22,6 +22,7 @@ from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
+from .errors import naming
 from .measures import Block, ElementwiseBlock, Measure, PairBlock
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
@@ -47,10 +48,8 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
-    try:
+    with naming(f"only={only!r} is not a regular expression"):
         pattern = re.compile(only or "")
-    except (re.error, TypeError) as error:
-        raise ValueError(f"only={only!r} is not a regular expression: {error}") from error
     found = {name: p for name, p in found.items() if pattern.search(name)}
     if not found:
         raise ValueError(f"only={only!r} matches no trainable parameter's name")
@@ -62,12 +61,11 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
                 "FSDP2's fully_shard sharded)"
             )
     devices = {p.device for p in found.values()}
-    if any(d.type == "meta" for d in devices):
+    if len(devices) > 1 or any(d.type == "meta" for d in devices):  # where there are no numbers
         raise ValueError(
-            "the trainable parameters lie on the meta device, where there are no numbers; load the weights"
+            f"the trainable parameters lie on {', '.join(sorted(map(str, devices)))}; load the whole model on one "
+            "device that holds numbers"
         )
-    if len(devices) > 1:
-        raise ValueError(f"the trainable parameters lie on several devices ({devices}); move the model to one")
     for name, p in found.items():
         if not p.is_floating_point() or p.element_size() < 2:  # integers, float8
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
@@ -101,12 +99,10 @@ def _check_memory(model: nn.Module, moving: dict[str, nn.Parameter]) -> None:
         storage = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # of which the addresses alone are used
         for (name, one), (other, two) in itertools.permutations(tensors, 2):
             if name in moving and np.shares_memory(_within(storage, one), _within(storage, two)):
-                fix = "tie them as one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data)"
-                if other not in moving and other in dict(model.named_buffers()):
-                    fix = "compute the buffer from the weight in every forward pass"
                 raise ValueError(
-                    f"{name!r} and {other!r} share memory but are two tensors, so that a step would move them "
-                    f"apart; {fix}"
+                    f"{name!r} and {other!r} share memory but are two tensors, so that a step would move them apart; "
+                    "tie them as one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data), or compute a "
+                    "buffer from the weight in every forward pass"
                 )
 
 
@@ -220,8 +216,8 @@ def vector_lengths(
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
     writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
-    found = {a.W: norm(a.W, a.stream_dim) for a in writers}
-    affines = {a.W: a for s in wiring.sites for a in s.readers}
+    found = {a.matrix.tensor: norm(a.matrix.tensor, a.stream_dim) for a in writers}
+    affines = {a.matrix.tensor: a for s in wiring.sites for a in s.readers}
     for module in model.modules():
         for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
             W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
@@ -232,15 +228,17 @@ def vector_lengths(
                 row = None if b is None else block(module, bias)
                 affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
     for a in affines.values():
-        if a.W in found:
+        matrix = a.matrix.tensor
+        if matrix in found:
             continue
-        inputs = [d for d in range(a.W.dim()) if d != a.stream_dim]
-        found[a.W] = rows = norm(a.W, *inputs)
-        if a.b is not None:
-            together = inside(a.W).sum(inputs).bool() == inside(a.b)
-            joint = torch.hypot(rows.flatten(), read(a.b))
-            found[a.b] = torch.where(together, joint, norm(a.b, 0))
-            found[a.W] = torch.where(together, joint, rows.flatten()).view(rows.shape)
+        inputs = [d for d in range(matrix.dim()) if d != a.stream_dim]
+        found[matrix] = rows = norm(matrix, *inputs)
+        if a.bias is not None:
+            added = a.bias.tensor
+            together = inside(matrix).sum(inputs).bool() == inside(added)
+            joint = torch.hypot(rows.flatten(), read(added))
+            found[added] = torch.where(together, joint, norm(added, 0))
+            found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
     for p in model.parameters():
         if p not in found:
             found[p] = norm(p, -1) if p.dim() else read(p).abs()

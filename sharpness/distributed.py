@@ -155,34 +155,6 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
         dist.destroy_process_group()
 
 
-def everybody() -> World:
-    """Return all processes that torchrun started, or this one alone."""
-    return World(dist.group.WORLD if dist.is_initialized() else None)
-
-
-def shard_(model: nn.Module, device: torch.device) -> None:
-    """Shard a model in place by FSDP2 over all processes: each layer of its outermost lists of layers, and the rest.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The same whole model on every process.
-    device : torch.device
-        Where the shards are to lie.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    inside: set[nn.Module] = set()
-    for layers in model.modules():
-        if isinstance(layers, nn.ModuleList) and layers not in inside:
-            inside.update(layers.modules())
-            for layer in layers:
-                fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
 def reshard(model: nn.Module) -> None:
     """Let no module keep weights that FSDP2 has gathered: what is written to the shards would not be seen."""
     for m in model.modules():

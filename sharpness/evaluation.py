@@ -221,6 +221,8 @@ def _evaluate(
                         direction = space.direction(point) if (room if keep is None else keep) else None
                     del point  # as large as the model
                 assert best is not None
+                if best.rho < rho:  # how far the search got there says nothing of this ball
+                    best = replace(best, fw_gap=None, converged=None if best.converged is None else False)
                 seconds = time.perf_counter() - began
                 best = replace(best, rho=rho, passes=loss.passes + 1, worst_error=loss.worst_error, seconds=seconds)
                 results.append(best)
@@ -338,7 +340,7 @@ class _Climb:
         if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value = point.zero_(), loss.base
         result = BatchResult(
-            batch=loss.index, rho=rho, start=start, value=value - loss.base, base_loss=loss.base, worst_loss=value,
+            batch=loss.index, rho=rho, value=value - loss.base, base_loss=loss.base, worst_loss=value,
             base_error=loss.base_error, history=best.history, fw_gap=best.fw_gap, converged=best.converged,
             random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
         )  # fmt: skip

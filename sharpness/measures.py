@@ -286,7 +286,7 @@ class PairBlock:
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
             rounded = gauge.to(dtype)
             self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
-            self.tangent: Any = self.horizontal_space(*((gauge, x) if at_model else (rounded.at_canonical(), None)))
+            self.tangent: Any = self.horizontal_space(*((gauge, x) if at_model else (rounded, None)))
         self.dim = x.numel() * (2 if x.is_complex() else 1)
         #: Whether the retraction is a quadratic function of the vector, as the Hessian needs.
         self.quadratic = type(self).retract is PairBlock.retract and measure.geodesic != "exact"
@@ -346,7 +346,7 @@ class PairBlock:
             return self.tangent.retr(u)
         # The share is constant to autograd: beyond the boundary the retraction depends only on the vector's direction.
         share = (_INSIDE * self.tangent.exit_time(u.detach())).clamp_max(1)
-        return self.tangent.expmap(u * share[..., None, None])
+        return self.tangent.geodesic(u * share[..., None, None])[0]
 
     def move_(self, out: Tensors, c: Tensor | None) -> None:
         """Retract, and write the factors of every pair."""
