@@ -90,6 +90,7 @@ def one(options: argparse.Namespace) -> None:
         found |= {"seconds": time.perf_counter() - begin, "passes": result.batches[0].passes, "value": float(result)}
         found |= {"job_seconds": result.batches[0].seconds}
     print(json.dumps(found | {"peak": peak(device)}), flush=True)
+    time.sleep(0.1)  # as in sharpness.distributed.torchrun
     dist.destroy_process_group()
 
 

@@ -52,7 +52,7 @@ class World:
             raise ValueError("this process does not belong to the group; call evaluate on its members only")
 
     def owns(self, unit: int) -> bool:
-        """Tell whether a unit of work falls to this process."""
+        """Return whether a unit of work falls to this process."""
         return unit % self.size == self.rank
 
     def gather(self, mine: list[T]) -> list[T]:
@@ -64,7 +64,7 @@ class World:
         return t if self.group is None else torch.stack(self._exchange(t.cpu())).sum(0)
 
     def all(self, what: bool) -> bool:
-        """Tell whether something holds on every process."""
+        """Return whether something holds on every process."""
         return all(self._exchange(what))
 
     def exchange(self, sent: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, ...]:
@@ -163,7 +163,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Tell whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
+    """Return whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
     if not isinstance(model, nn.Module):  # which is said elsewhere
         return False
     reshard(model)

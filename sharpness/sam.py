@@ -47,33 +47,6 @@ def _build(
     return list(parameters.values()), blocks
 
 
-def _moved(
-    copies: dict[Tensor, Tensor], blocks: list[Block], gradients: dict[Tensor, Tensor], rho: float, *, factorise: bool
-) -> dict[Tensor, Tensor]:
-    """Write weights that lie ρ along a gradient to copies, and return these; none for a gradient without direction."""
-    steps, squares = list[Tensor](), list[Tensor]()
-    for block in blocks:
-        if isinstance(block, PairBlock):
-            block.refresh(factorise=factorise)
-            steps.append(block.tangent.egrad2rgrad(block.stack.gather(gradients)))
-            squares.append(block.tangent.inner(steps[-1]).sum())
-        elif isinstance(block, ElementwiseBlock):
-            block.refresh()
-            steps.append(copies[block.parameter].contiguous().view(-1))  # the copy itself, if it may be
-            block.pull_back_(steps[-1], gradients, None)
-            squares.append(torch.linalg.vector_norm(steps[-1]).square())
-    norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
-    if not 0 < norm < math.inf:
-        return {}
-    for block, u in zip(blocks, steps, strict=True):
-        u.mul_(rho / norm)
-        if isinstance(block, PairBlock):
-            block.stack.scatter_(block.retract(u), copies)
-        else:
-            block.move_(copies, u)
-    return copies
-
-
 class GeodesicSAM(Optimizer):
     r"""Sharpness-aware minimisation whose inner step is taken on the quotient.
 
@@ -212,18 +185,37 @@ class GeodesicSAM(Optimizer):
 
     @torch.no_grad()
     def _moved(self) -> dict[Tensor, Tensor]:
-        """Return the perturbed weights, none for a gradient without direction."""
-        self._copies = self._copies or {p: torch.empty_like(p) for p in self._parameters}
+        """Write weights that lie ρ along the gradient to copies, and return these; none without a direction."""
+        copies = self._copies = self._copies or {p: torch.empty_like(p) for p in self._parameters}
         found = {p: p.grad for p in self._parameters if p.grad is not None}
         gradients = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
+        steps, squares, factorise = list[Tensor](), list[Tensor](), self._count % self.refresh == 0
+        self._count += 1
         with torch.autocast(self._parameters[0].device.type, enabled=False):
             if self.certification.open:
                 self.certification.see(gradients).check()
             for p in self._dropped:
-                self._copies[p].copy_(p)
-            factorise = self._count % self.refresh == 0
-            self._count += 1
-            return _moved(self._copies, self._blocks, gradients, self.rho, factorise=factorise)
+                copies[p].copy_(p)
+            for block in self._blocks:
+                if isinstance(block, PairBlock):
+                    block.refresh(factorise=factorise)
+                    steps.append(block.tangent.egrad2rgrad(block.stack.gather(gradients)))
+                    squares.append(block.tangent.inner(steps[-1]).sum())
+                elif isinstance(block, ElementwiseBlock):
+                    block.refresh()
+                    steps.append(copies[block.parameter].contiguous().view(-1))  # the copy itself, if it may be
+                    block.pull_back_(steps[-1], gradients, None)
+                    squares.append(torch.linalg.vector_norm(steps[-1]).square())
+            norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
+            if not 0 < norm < math.inf:
+                return {}
+            for block, u in zip(self._blocks, steps, strict=True):
+                u.mul_(self.rho / norm)
+                if isinstance(block, PairBlock):
+                    block.stack.scatter_(block.retract(u), copies)
+                else:
+                    block.move_(copies, u)
+        return copies
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take both steps with a closure, or the second one after :meth:`perturbed`.

@@ -91,7 +91,7 @@ class Shards:
         return slice(start, start + step)
 
     def is_mine(self, p: Tensor) -> bool:
-        """Tell whether this process works on the whole parameter."""
+        """Return whether this process works on the whole parameter."""
         return self.owner.get(p) == self.world.rank
 
     def cut(self, p: Tensor, t: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ class WeightSpace:
         if self._places is None:  # finding pairs takes seconds, and there are many directions
             pairs = find_symmetric_pairs(self.model, include_frozen=True)
             self._places = Places(self.model, self.parameters, pairs)
-        squares = self._places.squares(self.each(xi), self.world)
+        squares = self._places.squares(self.each(xi))
         return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
 
     def spectrum(self) -> tuple[float | None, int]:

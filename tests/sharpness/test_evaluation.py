@@ -94,10 +94,10 @@ class Reference:
         for s, m, x, u in zip(self.stacks, self.manifolds, self.points, pairs, strict=True):
             end = m.retr(x, u)
             for run in s._rows.runs:
-                name = ids[id(run.first.tensor)]
+                name = ids[id(run.block.tensor)]
                 part = end[run.points, run.rows]
                 flat = moved[name].reshape(-1)
-                index = run.view(torch.arange(flat.numel()).view(moved[name].shape))
+                index = run.block.of(torch.arange(flat.numel()).view(moved[name].shape))
                 moved[name] = flat.index_put((index.reshape(-1),), part.reshape(-1)).view(moved[name].shape)
         return F.cross_entropy(torch.func.functional_call(self.model, moved, (self.batch[0],)), self.batch[1])
 

@@ -11,7 +11,6 @@ from quotient_manifolds.symmetries import GL, PairStack, apply_random_symmetry_,
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 from sharpness import LayerShare, LayerShares
-from sharpness.distributed import World
 from sharpness.shares import PARTS, Places, _layer
 from tests import networks
 from tests.whole_networks import build, inputs, loss
@@ -199,7 +198,7 @@ def test_every_entry_belongs_to_one_part():
     found = dict.fromkeys(PARTS, 0)
     pairs = find_symmetric_pairs(model, include_frozen=True)
     places = Places(model, dict(model.named_parameters()), pairs)
-    for (_, part, _), square in places.squares(space.each(torch.ones(space.dim)), World()).items():
+    for (_, part, _), square in places.squares(space.each(torch.ones(space.dim))).items():
         found[part] += square
     assert {part: square for part, square in found.items() if square} == {
         "Q–K": 2 * 2 * (64 + 8),
