@@ -122,6 +122,8 @@ class DataChoice:
         ValueError, OSError, ImportError
             The data cannot be read, or there is too little of it.
         """
+        with naming(f"the device {device!r} cannot be used"):
+            device = torch.device(device)
         remarks: tuple[str, ...] = ()
         if is_function(self.source):
             if self.num_examples is not None or self.subset_seed is not None:
