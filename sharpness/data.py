@@ -197,12 +197,9 @@ def load_examples(choice: DataChoice, loaded: LoadedModel) -> Examples:
         return _image_folder(choice, loaded)
     if kind in _TABLES:
         return _texts(choice, read_table(path, choice.header), None, loaded)
-    if kind not in _TENSORS:
-        raise ValueError(
-            f"{path} is not data by its name: tables end in {', '.join(sorted(_TABLES))}, images are in folders of "
-            f"classes, and files of tensors end in {', '.join(sorted(filter(None, _TENSORS)))}"
-        )
-    return _tensors(path)
+    if kind in _TENSORS:
+        return _tensors(path)
+    raise ValueError(f"{path} is not data by its name: no folder, nor one of {' '.join(sorted(_TABLES | _TENSORS))}")
 
 
 def is_sorted(labels: Sequence[int]) -> bool:

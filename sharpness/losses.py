@@ -72,23 +72,20 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     ``torch.nn.functional.cross_entropy`` takes them. Labels of another form, and tokens or labels that the model does
     not have, raise a ValueError.
     """
-    try:
-        return _default_loss(model, batch, normalize_logits)
-    except Exception as error:
-        reason = lacking_rows(error, model)
-        if reason is None:
-            raise
-        raise ValueError(reason) from error
-
-
-def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outcome:
     by_name, name = isinstance(batch, Mapping), plain_class(model).__name__
     if not by_name and not (isinstance(batch, (list, tuple)) and len(batch) == 2):
         raise ValueError(
             f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
             "pass loss_fn(model, batch) for anything else, and wrap a single batch in a list"
         )
-    output, labels = default_forward(model, batch), batch.get("labels") if by_name else batch[1]
+    try:
+        output = default_forward(model, batch)
+    except IndexError as error:
+        reason = lacking_rows(error, model)
+        if reason is None:
+            raise
+        raise ValueError(reason) from error
+    labels = batch.get("labels") if by_name else batch[1]
     look_up = output.get if isinstance(output, Mapping) else partial(getattr, output)
     scores, loss = output if isinstance(output, Tensor) else look_up("logits", None), look_up("loss", None)
     if by_name and loss is None:

@@ -156,12 +156,10 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         loaded = _from_open_clip(name)
     elif importlib.util.find_spec("timm") and importlib.import_module("timm").is_model(name):
         loaded = _from_timm(name, state)
-    elif "/" in name or os.sep in name:
-        raise FileNotFoundError(f"there is no folder {name!r}")
     else:
         raise ValueError(
-            f"{name!r} is not the name of an open_clip or timm model, nor module:function, and there is no folder of "
-            "this name; the names need pip install 'quotient-manifolds[clip,timm]'"
+            f"there is no folder {name!r}, and it is not the name of an open_clip or timm model (the names need "
+            "pip install 'quotient-manifolds[clip,timm]'), nor module:function"
         )
     if checkpoint is not None:
         with naming(f"the weights in {checkpoint} are not those of {type(loaded.model).__name__}"):

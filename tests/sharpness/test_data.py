@@ -420,7 +420,7 @@ def test_labels_that_differ_in_case(tmp_path):
         (
             "a.txt",
             "label\ttext\n1\tgood\n",
-            "a.txt is not data by its name: tables end in .csv, .jsonl, .parquet",
+            "a.txt is not data by its name: no folder, nor one of  .bin .ckpt .csv",
         ),
     ],
 )
