@@ -86,7 +86,6 @@ def one(options: argparse.Namespace) -> None:
         begin = time.perf_counter()
         result = sharpness.evaluate(
             model, [batch], measure=options.measure, rho=0.05, steps=options.steps, relative_tol=0.0, progress=False,
-            group=dist.group.WORLD,
         )  # fmt: skip
         found |= {"seconds": time.perf_counter() - begin, "passes": result.batches[0].passes, "value": float(result)}
         found |= {"job_seconds": result.batches[0].seconds}

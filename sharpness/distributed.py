@@ -51,11 +51,6 @@ class World:
         if self.rank < 0:
             raise ValueError("this process does not belong to the group; call evaluate on its members only")
 
-    @property
-    def members(self) -> list[int]:
-        """The ranks of the processes, as torch counts all."""
-        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
-
     def owns(self, unit: int) -> bool:
         """Tell whether a unit of work falls to this process."""
         return unit % self.size == self.rank
@@ -64,19 +59,9 @@ class World:
         """Collect the results of all processes on every process."""
         return [item for part in self._exchange(mine) for item in part]
 
-    def stack(self, t: Tensor) -> Tensor:
-        """Stack the tensors of all processes, which have one shape: (size, …), the same on every process."""
-        if self.group is None:
-            return t.unsqueeze(0)
-        if dist.get_backend(self.group) == "nccl":
-            t = t.cuda()  # NCCL carries no tensors of the main memory
-        found = t.new_empty((self.size, *t.shape))
-        dist.all_gather_into_tensor(found.view(-1), t.contiguous().view(-1), group=self.group)
-        return found
-
     def sum(self, t: Tensor) -> Tensor:
-        """Sum with the same bits on every process, so that all make the same decisions."""
-        return t if self.group is None else self.stack(t).sum(0)
+        """Sum small tensors with the same bits on every process, so that all make the same decisions; on the CPU."""
+        return t if self.group is None else torch.stack(self._exchange(t.cpu())).sum(0)
 
     def all(self, what: bool) -> bool:
         """Tell whether something holds on every process."""
@@ -196,30 +181,20 @@ def check_sharded(model: nn.Module) -> None:
                     "model too, or freeze it"
                 )
             continue
-        placements = getattr(p, "placements", None)
+        placements, problem = getattr(p, "placements", None), None
+        mesh = getattr(p, "device_mesh", None) if mesh is None else mesh
         if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
-            raise ValueError(
-                f"parameter {name!r} is sharded as {placements}; only FSDP2 over a mesh of one dimension is measured, "
-                "rows on every process"
-            )
-        mesh = p.device_mesh if mesh is None else mesh  # type: ignore[attr-defined]
-        if p.device_mesh != mesh:  # type: ignore[attr-defined]
-            raise ValueError(f"parameter {name!r} is sharded over another mesh than the first; use one mesh for all")
-        if p.device.type != mesh.device_type:
-            raise ValueError(
-                f"the shard of {name!r} lies on {p.device} while the mesh is of {mesh.device_type} devices; "
-                "measure without an offload policy"
-            )
-        if getattr(p, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"parameter {name!r} has a hook that runs after every backward pass, such as an optimiser's; remove it "
-                "before measuring"
-            )
-        if p.requires_grad and p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"the trainable parameter {name!r} is {p.dtype}, in which small changes are lost; convert it to "
-                "float32 before fully_shard"
-            )
+            problem = f"is sharded as {placements}; only FSDP2 over a mesh of one dimension, in rows, is measured"
+        elif p.device_mesh != mesh:  # type: ignore[attr-defined]
+            problem = "is sharded over another mesh than the first; use one mesh for all"
+        elif p.device.type != mesh.device_type:
+            problem = f"has its shard on {p.device}, not on {mesh.device_type}; measure without an offload policy"
+        elif getattr(p, "_post_accumulate_grad_hooks", None):
+            problem = "has a hook that runs after every backward pass, such as an optimiser's; remove it first"
+        elif p.requires_grad and p.dtype not in (torch.float32, torch.float64):
+            problem = f"is {p.dtype}, in which small changes are lost; convert it to float32 before fully_shard"
+        if problem:
+            raise ValueError(f"parameter {name!r} {problem}")
     for name, m in model.named_modules():
         state = m._get_fsdp_state() if hasattr(m, "_get_fsdp_state") else None  # noqa: SLF001
         policy = getattr(state, "_mp_policy", None)

@@ -66,7 +66,7 @@ def symmetries(
 
     List, layer by layer, which weights of a model can be changed without changing its
     function. An attention class that the package does not know is examined: on
-    examples of --data, or else on random inputs.
+    examples of --data, or else on inputs that its library has for a trial.
 
     in a shell:
       sharpness symmetries path/to/bert --verify
@@ -89,13 +89,14 @@ def symmetries(
     network, batch = loaded.model, loaded.example
     if data is not None:
         batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
-    found: Any = canonical_form(network) if complete else find_symmetric_pairs(network, batch=batch)
+    with naming(f"{model} cannot be examined; --data gives it other inputs"):
+        found: Any = canonical_form(network) if complete else find_symmetric_pairs(network, batch=batch)
     print(found)
     if not verify:
         return 0
     if batch is None:
-        raise ValueError("--verify needs inputs, which are known for the models of libraries only; give --data")
-    with naming(f"{model} cannot be verified"):
+        raise ValueError("--verify needs inputs, which are known for images and texts only; give --data")
+    with naming(f"{model} cannot be verified; --data gives it other inputs"):
         if not complete:
             check_coverage(network, lambda: default_forward(network, batch), found)
         report: Any = (verify_whole if complete else verify_pairs)(network, batch)

@@ -21,7 +21,7 @@ from tests import networks
 from tests.extent import EXHAUSTIVE
 from tests.pictures import picture_network
 from tests.processes import forked
-from tests.small_clip import name_small_models
+from tests.small_clip import fine_tuned, name_small_models
 from tests.sweeps import rows_of
 
 
@@ -310,27 +310,23 @@ def test_bert_folders_good_and_bad(place, capsys):
         "'good', which is not the name of a class (LABEL_0, LABEL_1, LABEL_2); say what labels mean"
         in said["nameless,"]
     )
-    assert "BertForSequenceClassification: it holds pickled objects other than tensors" in said["pickled,"]
+    assert "pickled cannot be loaded: UnpicklingError: Weights only load failed" in said["pickled,"]
     assert not Path("executed").exists()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
-    open_clip = pytest.importorskip("open_clip")
+    pytest.importorskip("open_clip")
     from PIL import Image
 
     name_small_models(place / "configs", monkeypatch)
-    torch.manual_seed(0)
-    visual = open_clip.create_model("small", pretrained=None).visual
-    head = nn.Linear(24, 2)
-    state = {f"model.visual.{k}": v for k, v in visual.state_dict().items()} | {"model.logit_scale": torch.ones(())}
     (place / "soups").mkdir()
-    torch.save(state | {f"classification_head.{k}": v for k, v in head.state_dict().items()}, "soups/model_0.pt")
+    torch.save(fine_tuned().state_dict(), "soups/model_0.pt")
     torch.save({"weights": Payload()}, "soups/model_1.pt")
     for c, shade in (("cat", 40), ("dog", 200)):
         (place / "pictures" / c).mkdir(parents=True)
         Image.new("RGB", (32, 32), (shade, 90, 10)).save(place / "pictures" / c / "0.png")
-    config = {"checkpoints": [{"path": "soups/*.pt", "model": "small-quickgelu"}], "data": "pictures",
+    config = {"checkpoints": [{"path": "soups/*.pt", "model": "tests.small_clip:fine_tuned"}], "data": "pictures",
               "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
     (place / "soups.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
@@ -348,7 +344,7 @@ def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
     (place / "bad.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert all("line 2 of bad.tsv is not UTF-8; convert the file" in line for line in lines)
+    assert all("bad.tsv is not UTF-8; convert the file" in line for line in lines)
     assert len(lines) == 5  # the fit, and two measures with two settings each
     assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
     torch.save(picture_network().state_dict(), "pictures.pt")
