@@ -74,7 +74,7 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     """
     try:
         return _default_loss(model, batch, normalize_logits)
-    except Exception as error:
+    except IndexError as error:
         reason = lacking_rows(error, model)
         if reason is None:
             raise
