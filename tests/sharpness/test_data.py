@@ -542,7 +542,7 @@ def test_run_on_a_table(tmp_path, capsys):
     assert "labels are mapped by NAME=NUMBER,…, each once" in capsys.readouterr().err
     assert cli.main([*command, "--label-map", "pos=7,neg=0"]) == 2
     err = capsys.readouterr().err
-    assert "dev.tsv: IndexError: Target 7 is out of bounds." in err
+    assert "data.tsv: IndexError: Target 7 is out of bounds." in err
     assert err.count("\n") == 1
 
 
