@@ -50,10 +50,10 @@ def naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {words_of(error)}") from error
 
 
-def lacking_rows(error: BaseException, model: nn.Module) -> str | None:
+def lacking_rows(error: IndexError, model: nn.Module) -> str | None:
     """Say which rows an embedding lacks, if it was asked for rows that it lacks; None for other errors."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if isinstance(error, IndexError) and frame.f_code is F.embedding.__code__:
+        if frame.f_code is F.embedding.__code__:
             ids, table = frame.f_locals["input"], frame.f_locals["weight"]
             path = next((name for name, p in model.named_parameters() if p is table), "an embedding")
             return (

@@ -58,6 +58,8 @@ def check_evaluate():
 
 def check_missing():
     """Each is one line, on the command line and in Python, and names what to install."""
+    import torch
+
     from sharpness import cli
 
     with tempfile.TemporaryDirectory() as place:
@@ -68,15 +70,13 @@ def check_missing():
         (folder / "classes" / "cat").mkdir(parents=True)
         (folder / "classes" / "cat" / "0.png").touch()
         (folder / "rows.csv").write_text("checkpoint,kind\n")
+        torch.save({"weight": torch.zeros(1)}, folder / "w.pt")
         (folder / "saved").mkdir()
         (folder / "saved" / "state.json").write_text("{}")
         torch_model = "torch.nn:PReLU"
         for extra, command in (
             ("transformers", ["run", str(folder / "bert"), str(folder / "rows.csv")]),
-            (
-                "timm",
-                ["run", "vit_tiny_patch16_224", str(folder / "rows.csv"), "--checkpoint", str(folder / "rows.csv")],
-            ),
+            ("timm", ["run", "vit_tiny_patch16_224", str(folder / "rows.csv"), "--checkpoint", str(folder / "w.pt")]),
             ("images", ["run", torch_model, str(folder / "classes")]),
             ("datasets", ["run", torch_model, str(folder / "saved")]),
             ("plot", ["table", str(folder / "results.jsonl")]),

@@ -828,10 +828,8 @@ def judge(job, code, error, out, err, loads, world):
     lines = err.rstrip("\n").split("\n")
     if code not in (0, 1, 2) or (code == 2 and not lines[-1].startswith(("sharpness", "reproduction"))):
         yield "refusal", "-", f"exit code {code}, stderr ends in {lines[-1][:100]!r}"
-    if ("Traceback" in err and "--debug" not in job.argv) or (code == 2 and len(err) > 4000):
+    if "Traceback" in err or (code == 2 and len(err) > 4000):
         yield "refusal", "-", f"{len(err)} characters, a traceback among them: {'Traceback' in err}"
-    if "unexpected error" in err:
-        yield "traceback", "-", f"unexpected error: {lines[-1][:200]}"
     if "as far as its training" in err:
         given = dict(itertools.pairwise(job.argv))
         if not (world / given.get("--out", "")).parent.is_dir():

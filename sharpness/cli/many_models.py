@@ -77,7 +77,7 @@ def table(
 
     in a shell:
       sharpness table results --short
-      sharpness table results --per-model --format latex > models.tex
+      sharpness table results --per-model --format latex
 
     Parameters
     ----------

@@ -66,7 +66,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
         are none. ``train`` is ``data`` by default.
     baselines : str or None
         ``module:function`` of further quantities: from a model, the batches and the initial weights (a state dict, or
-        None) to numbers by name.
+        None) to numbers by name, of which none is called "error".
     initial : str or None
         For it, the model from which all were fine-tuned: a state dict's file or a transformers folder.
     measures : tuple of str

@@ -175,8 +175,7 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
 
 def label(measure: str, ablation: Mapping[str, Any]) -> str:
     """Return the name of a measure with its changed fields."""
-    switches = (f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())
-    return ", ".join([measure, *switches])
+    return ", ".join([measure, *(f"{k} = {v}" for k, v in ablation.items())])
 
 
 def measurements(rows: Sequence[Row]) -> Any:

@@ -28,9 +28,6 @@ from ..models import LoadedModel, load, load_state_dict
 from .plan import Checkpoint, Sweep, shard_of, switched
 from .results import Row, read_job
 
-#: Reads the batches for the current model: "data", "train" or "test" of the sweep.
-Read = Callable[[str], Batches]
-
 
 def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1", progress: bool = True) -> list[Row]:
     """Run the missing jobs of a sweep; jobs with a result from the same contents are not repeated.
@@ -111,7 +108,7 @@ def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path) -> list[Row]
     return failed
 
 
-def _attempt(job: Row, sweep: Sweep, loaded: Callable[[], LoadedModel], read: Read) -> list[Row]:
+def _attempt(job: Row, sweep: Sweep, loaded: Callable[[], LoadedModel], read: Callable[[str], Batches]) -> list[Row]:
     """Return the rows of a job; what failed, all of it or a radius at which the loss is not finite, has an error."""
     start = time.perf_counter()
     try:
@@ -160,7 +157,7 @@ def _sharpness(job: Row, loaded: LoadedModel, data: Batches) -> list[Row]:
     return rows
 
 
-def _fit(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
+def _fit(sweep: Sweep, model: nn.Module, read: Callable[[str], Batches]) -> dict[str, Any]:
     """Compute loss and error on training and test data."""
     row: dict[str, Any] = {}
     for part, name in (("train", "data" if sweep.train is None else "train"), ("test", "test")):
@@ -184,7 +181,7 @@ def _loss_and_error(model: nn.Module, batches: Iterable[Any], objective: Objecti
     return {"loss": loss / total, "error": wrong / counted if counted else None}
 
 
-def _baselines(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
+def _baselines(sweep: Sweep, model: nn.Module, read: Callable[[str], Batches]) -> dict[str, Any]:
     """Compute what the function of the sweep returns."""
     start = None if sweep.initial is None else _start(sweep.initial, model)
     found = called(str(sweep.baselines), model, read("data"), start)

@@ -112,8 +112,8 @@ def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, capsys):
     command += ["--steps", "1", "--quiet"]
     assert cli.main(command) == 0
     assert remark in capsys.readouterr().out
-    assert cli.main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["remarks"] == [remark]
+    assert cli.main([*command, "--out", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["remarks"] == [remark]
 
 
 def test_classes_that_are_numbers_are_in_their_order(tmp_path):
@@ -488,8 +488,8 @@ def test_language_models_on_a_table(kind, padding, tmp_path, capsys):
             total, count = total + size * float(loaded.model(**inputs, labels=labels).loss), count + size
     command = ["run", str(tmp_path / "model"), str(tmp_path / "data.tsv"), "--measure", "adaptive", "--rho", "0.05"]
     for more in ([], ["--micro-batch", "2"]):
-        assert cli.main([*command, "--steps", "2", "--quiet", "--json", *more]) == 0
-        found = json.loads(capsys.readouterr().out)["results"][0]["batches"][0]
+        assert cli.main([*command, "--steps", "2", "--quiet", "--out", str(tmp_path / "out.json"), *more]) == 0
+        found = json.loads((tmp_path / "out.json").read_text())["results"][0]["batches"][0]
         assert found["base_loss"] == pytest.approx(total / count, rel=1e-5)
         assert found["value"] > 0
 
@@ -542,7 +542,7 @@ def test_run_on_a_table(tmp_path, capsys):
     assert "labels are mapped by NAME=NUMBER,…, each once" in capsys.readouterr().err
     assert cli.main([*command, "--label-map", "pos=7,neg=0"]) == 2
     err = capsys.readouterr().err
-    assert "dev.tsv: IndexError: Target 7 is out of bounds." in err
+    assert "data.tsv: IndexError: Target 7 is out of bounds." in err
     assert err.count("\n") == 1
 
 
