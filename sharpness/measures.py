@@ -9,7 +9,7 @@ the class as the ``pair_block`` of a subclass of :class:`Measure`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, ClassVar
@@ -330,15 +330,9 @@ class PairBlock:
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a vector that depends on the orbit alone."""
-        return self._projected(self.tangent.random(generator))
-
-    def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
-        """Make such a vector from the numbers of :func:`quotient_manifolds.tangent.draw_gaussians`."""
-        return self._projected(self.tangent.from_gaussians(drawn))
-
-    def _projected(self, u: Tensor) -> Tensor:
         # It is horizontal up to rounding, which weak directions amplify: project once more.
-        return self._flat(self.tangent.project_coordinates(self.tangent.coordinates(u)))
+        c = self.tangent.coordinates(self.tangent.random(generator))
+        return self._flat(self.tangent.project_coordinates(c))
 
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared length of every pair's part."""
