@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _DisableAutocast
 from torch.autograd import forward_ad
 
-from .checks import check_dtype, check_finite, check_tensors, check_vector
+from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector
 from .linalg import C, finite, holds, in_own_precision, pack, root
 
 #: The operations of manifolds whose results are numbers; those that call another one are not looked at twice.
@@ -313,7 +313,7 @@ class QuotientManifold(geoopt.Manifold):
 
         dtype, device and further arguments (such as ``generator``) are those of :func:`torch.randn`.
         """
-        return self._as_point(torch.randn(*size, dtype=dtype, device=device, **kwargs))
+        return self._as_point(torch.randn(as_shape(size), dtype=dtype, device=device, **kwargs))
 
     def _as_point(self, x: Tensor) -> Tensor:
         """Return a tensor that knows its manifold, as geoopt's own manifolds do."""
@@ -330,6 +330,7 @@ class QuotientManifold(geoopt.Manifold):
             )
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        check_tensors(self, x=x)
         try:
             self._check_point(x.detach())
         except ValueError as error:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linalg import finite
+from .linalg import as_count, finite
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -26,6 +26,12 @@ def check_tensors(who: object, **arguments: Any) -> None:
                     f"{who}: {first_name} of shape {tuple(first.shape)} has {what} {getattr(first, what)} but {name} "
                     f"of shape {tuple(value.shape)} has {what} {getattr(value, what)}; move one of them with .to()"
                 )
+
+
+def as_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """Accept a shape as one tuple or as separate numbers, as torch does."""
+    size = tuple(size[0]) if len(size) == 1 and isinstance(size[0], tuple | list) else size
+    return tuple(as_count("a size", s, least=0) for s in size)
 
 
 def check_dtype(who: object, x: Tensor, allow_complex: bool = True) -> None:

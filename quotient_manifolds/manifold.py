@@ -22,7 +22,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import means
 from .base import QuotientManifold, with_finite_results
-from .checks import check_dtype, check_finite, check_tensors, check_vector
+from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector
 from .gauge import gauge_in_units
 from .linalg import as_count, column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance, standard_normal
 from .metrics import INV, MIX, Metric
@@ -209,7 +209,7 @@ class GLQuotient(QuotientManifold):
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
         """Return the point G = [I; 0], H = [I; 0]; ``seed``, part of geoopt's interface, is ignored."""
-        x = self._as_point(torch.zeros(*size, dtype=dtype, device=device))
+        x = self._as_point(torch.zeros(as_shape(size), dtype=dtype, device=device))
         for factor in self.unpack_tensor(x):
             factor.diagonal(dim1=-2, dim2=-1).fill_(1)
         return x
@@ -218,11 +218,10 @@ class GLQuotient(QuotientManifold):
         return x if self._check_point_on_manifold(x)[0] else pack(*map(_lifted, self.unpack_tensor(x)))
 
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
-        shape = tuple(shape)
         most = min(self.n, self.m)
         fits = len(shape) >= 2 and shape[-2] == self.n + self.m and 1 <= shape[-1] <= most
         needed = f"(…, {self.n} + {self.m}, h) and, for full column rank, 1 ≤ h ≤ min(n, m) = {most}"
-        return fits, None if fits else f"{self}: '{name}' needs shape {needed}; got {shape}"
+        return fits, None if fits else f"{self}: '{name}' needs shape {needed}; got {tuple(shape)}"
 
     def _check_point(self, x: Tensor) -> None:
         super()._check_point(x)

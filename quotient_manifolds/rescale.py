@@ -9,7 +9,7 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, with_finite_results
-from .checks import check_dtype, check_finite, check_tensors, check_vector
+from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector
 from .geodesics import as_times, column, raise_on_exit
 from .linalg import holds, in_double, in_own_precision, largest, power_of_two, root, standard_normal
 from .means import checked_weights
@@ -227,7 +227,7 @@ class RescaleQuotient(QuotientManifold):
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
         """Return u = v = 1, of shape ``size``; ``seed``, part of geoopt's interface, is ignored."""
-        return self._as_point(torch.ones(*size, dtype=dtype, device=device))
+        return self._as_point(torch.ones(as_shape(size), dtype=dtype, device=device))
 
     def _projx(self, x: Tensor) -> Tensor:
         tiny = torch.finfo(x.dtype).tiny

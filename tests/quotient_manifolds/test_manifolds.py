@@ -625,11 +625,9 @@ def test_a_divergent_run_gets_advice_that_helps():
 def test_sizes_are_whole_numbers_of_python_or_numpy():
     manifold = GLQuotientInv(5, 4)
     assert manifold.random(np.int64(3), np.int32(9), 2).shape == (3, 9, 2)
-    for bad in ((9.0, 2), (True, 2), ("9", 2), (np.float64(9), 2)):
-        with pytest.raises(TypeError, match="received an invalid combination of arguments"):
+    for bad in ((9.0, 2), (True, 2), ("9", 2), (np.float64(9), 2), (-9, 2)):
+        with pytest.raises(ValueError, match="a size must be a whole number of at least 0, got"):
             manifold.random(*bad)
-    with pytest.raises(RuntimeError, match="negative dimension -9"):
-        manifold.random(-9, 2)
 
 
 # -- manifold ---------------------------------------------------------------------------------------------------------
