@@ -70,8 +70,12 @@ def seed(request):
     torch.manual_seed(request.param)
 
 
+#: Tests that draw numbers, each with several seeds.
+drawn = pytest.mark.usefixtures("seed")
+
+
 @pytest.fixture(params=CASES, ids=lambda case: repr(case.manifold))
-def unary_case(request, scaled, seed):
+def unary_case(request, scaled):
     case = request.param
     return case._replace(manifold=geoopt.Scaled(case.manifold, 2)) if scaled else case
 
@@ -130,6 +134,7 @@ def test_broadcast_retr(unary_case):
         np.testing.assert_allclose(y.detach(), unary_case.manifold.retr(px, pu).detach(), atol=1e-5)
 
 
+@drawn
 def test_broadcast_transp(unary_case):
     pX = torch.stack([unary_case.x] * 4)
     pU = unary_case.manifold.proju(pX, torch.stack([unary_case.v] * 4))
@@ -148,6 +153,7 @@ def test_reversibility(unary_case):
     assert unary_case.manifold.reversible is False
 
 
+@drawn
 def test_logmap(unary_case):
     pX = torch.stack([unary_case.x] * 4)
     U = unary_case.manifold.proju(pX, small(unary_case))
@@ -168,6 +174,7 @@ def test_dist(unary_case):
 # -- beyond upstream's list -----------------------------------------------------------------------------------------
 
 
+@drawn
 def test_shapes_of_inner_and_norm(unary_case):
     x = torch.stack([unary_case.x.detach()] * 4)
     u = unary_case.manifold.proju(x, small(unary_case, 4))
@@ -189,6 +196,7 @@ def test_scaled_follows_the_same_geodesics(unary_case):
             unary_case.manifold.tangent_space_at(x)
 
 
+@drawn
 def test_random_and_origin(unary_case):
     for make in (unary_case.manifold.random, geoopt.utils.canonical_manifold(unary_case.manifold).origin):
         x = make(4, *unary_case.shape, dtype=torch.float32)

@@ -40,7 +40,7 @@ def test_invariance_along_orbits_in_float64(trained_model, measure):
 def test_invariance_along_orbits_in_float32(measure, rho):
     torch.set_default_dtype(torch.float32)
     batch = networks.images()
-    model = networks.train(networks.vit(), batch)
+    model = networks.trained_vit()
     twin = copy.deepcopy(model)
     apply_random_symmetry_(twin, 1e3, seed=2)
     one, two = (float(sharpness.evaluate(m, [batch], measure=measure, rho=rho)) for m in (model, twin))

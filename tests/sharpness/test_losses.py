@@ -182,7 +182,7 @@ def test_the_loss_of_a_regression_is_a_mean_over_examples():
 def test_micro_batches_in_float32():
     torch.set_default_dtype(torch.float32)
     batch = networks.images()
-    model = networks.train(networks.vit(), batch)
+    model = networks.trained_vit()
     space = sharpness.WeightSpace(model, sharpness.MEASURES["geodesic-inv"])
     gradients = []
     with space.attached():
@@ -381,7 +381,7 @@ def test_half_precision_is_measured_in_float32(dtype, measure):
     """A small step next to w is rounded away in half precision: the plain way sees almost nothing of it."""
     torch.set_default_dtype(torch.float32)
     x, y = networks.images()
-    half = networks.train(networks.vit(), (x, y)).to(dtype)
+    half = networks.trained_vit().to(dtype)
     exact = networks.vit()
     exact.load_state_dict(half.state_dict())  # the same numbers in float32
     before = {n: (p.dtype, p.data_ptr(), p.detach().clone()) for n, p in half.named_parameters()}
@@ -414,7 +414,7 @@ def test_half_precision_is_measured_in_float32(dtype, measure):
 def test_half_precision_moves_along_orbits_as_float32_does():
     torch.set_default_dtype(torch.float32)
     x, y = networks.images()
-    model = networks.train(networks.vit(), (x, y))
+    model = networks.trained_vit()
     twin = networks.vit()
     twin.load_state_dict(model.state_dict())
     apply_random_symmetry_(twin, 3.0, seed=1)

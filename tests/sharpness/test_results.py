@@ -57,7 +57,7 @@ def by_hand(model, result, metric):
 
 @pytest.mark.parametrize("metric", ["inv", "mix"])
 def test_shares_against_the_metric_pair_by_pair(metric):
-    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    model, batch = networks.trained_vit(), networks.images()
     result = sharpness.evaluate(model, [batch], measure=f"geodesic-{metric}", rho=0.05, progress=False)
     found = result.by_layer()
     pairs, rest = by_hand(model, result, metric)
