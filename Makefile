@@ -79,5 +79,5 @@ $(VENV)/.dev: $(BIN)/uv setup.cfg pyproject.toml
 $(OLDEST)/.done: $(BIN)/uv setup.cfg pyproject.toml tests/oldest.txt
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLDEST)
 	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --constraint tests/oldest.txt \
-		--editable '.[test,transformers,clip,timm,lora,images,datasets,sweep,studies,demo]'
+		--editable '.[test,transformers,clip,timm,lora,images,datasets,studies,demo]'
 	touch $@
