@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from numbers import Real
 from typing import Any
 
@@ -18,8 +17,9 @@ from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from .metric import Metric, on_cpu, wide
-from .pairs import GONE, Bucket, Places, Step, alone, explain, gradients_of, group_of, orientation, reasons
+from .metric import Metric, eye_like, on_cpu, trace, wide
+from .pairs import GONE, Places, alone, group_of, orientation, reasons
+from .stack import Stack
 
 Gradients = Mapping[Tensor, Tensor]
 
@@ -54,14 +54,12 @@ class QuotientOptimizer(Optimizer):
 
     certify, rest = True, 1.0
     _Others: Any = torch.optim.AdamW
-    #: In the state of a bucket that has taken a step.
-    _state_names = frozenset({"moment G", "moment H"})
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], **defaults: Any) -> None:
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
-        self._buckets, self._places, self._warned = list[Bucket](), list[Places](), False
+        self._stacks, self._places, self._warned = list[Stack](), list[Places](), False
         self._skipped: Tensor | int = 0
         self._others = self._Others([torch.zeros(1)], lr=0.0)
         super().__init__(params, defaults)
@@ -118,7 +116,7 @@ class QuotientOptimizer(Optimizer):
         position = {id(p): i for i, p in enumerate(found)}
         for (group, flipped, *_), members in chosen.items():
             for stack in stacks(members):
-                self._buckets.append(Bucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
+                self._stacks.append(Stack(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
         self._cover()
         for places in self._places:
             places.check(home)
@@ -132,8 +130,8 @@ class QuotientOptimizer(Optimizer):
             warnings.warn(f"{self._Others.__name__} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
-        self._certification = Certification(b.stack for b in self._buckets)
-        self._covered = coverage(b.stack for b in self._buckets)
+        self._certification = Certification(s.pairs for s in self._stacks)
+        self._covered = coverage(s.pairs for s in self._stacks)
         self._partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
 
     @torch.no_grad()
@@ -152,7 +150,12 @@ class QuotientOptimizer(Optimizer):
         for p in self._pairs:
             if p.model is None and not all(getattr(b.module, b.attribute, None) in own for b in p.G + p.H):
                 raise ValueError(f"parameters of the pair {p.name!r} {GONE}")
-        gradients = gradients_of(self.param_groups, getattr(self, "grad_scale", None))
+        gradients = {p: p.grad for p in own if p.grad is not None}
+        if sparse := next((p for p, g in gradients.items() if g.is_sparse), None):
+            raise ValueError(
+                f"a parameter of shape {tuple(sparse.shape)} has a sparse gradient, which is not supported; build the "
+                "embedding with sparse=False"
+            )
         if gradients:
             with torch.autocast(next(iter(own)).device.type, enabled=False):
                 self._step(gradients)
@@ -162,71 +165,123 @@ class QuotientOptimizer(Optimizer):
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        steps = []
-        for bucket in self._buckets:
-            if any(active := bucket.active(gradients)):
-                steps.append(Step(bucket, active, gradients, self._metric))
+        stacks = [s for s in self._stacks if s.begin(gradients)]
         outside = {p: g for p, g in gradients.items() if p not in self._covered}
         outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
-        if not (steps or outside) or not self._is_sound(steps, gradients, outside):
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
+            outside = {p: g.to(at_least_float32(g.dtype)) / scale.to(g.device) for p, g in outside.items()}
+        for s in stacks:
+            factor = -1.0 if self.param_groups[s.group]["maximize"] else 1.0
+            if scale is not None or factor < 0:
+                torch._foreach_mul_(s.g, factor if scale is None else factor / scale.to(s.g[0].device))
+            self._measure(s, double=not on_cpu(s.sizes) and s.steps % 8 == 0)
+            if on_cpu(s.sizes) and not s.straight:
+                self._measure(s, double=True)
+        if not (stacks or outside) or not self._is_sound(stacks, gradients, outside):
             return
         if self.certify and any(p.G[0].tensor in gradients for p in self._certification.open):
             # Adapters that are switched off may never get a gradient, and checking reads from the device.
             self._certification.see(gradients).check()
-        for s in steps:
-            skewed = s.straighten_()
-            if not on_cpu(skewed):
-                self._skipped = self._skipped + skewed.any()
-            elif not bool(skewed.any()):
+        for s in stacks:
+            s.steps += 1
+            if on_cpu(s.sizes) and s.straight:
                 continue
-            elif not self._warned:
+            crooked = self._straighten(s)
+            s.restrict(~crooked)
+            if not on_cpu(crooked):
+                self._skipped = self._skipped + crooked.any()
+            elif not self._warned and bool(crooked.any()):
                 self._warned = True
                 warnings.warn(
-                    f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
+                    f"pair {s.name(crooked)!r}: its product is too large for the dtype of its factors; it takes no "
                     "step until that changes; lower the learning rate, or make the factors smaller",
                     RuntimeWarning,
                     stacklevel=4,
                 )
-            s.restrict(~skewed)
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
-            squares = [s.squared_norm() for s in steps]
-            squares += [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
-            norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
-            factor = (bound / (norm + 1e-12)).clamp_max(1.0)
-            outside = {p: g * factor.to(g.device) for p, g in outside.items()}
-            for s in steps:
-                s.clip_(factor)
+            outside = self._clip(float(bound), stacks, outside)
         if outside:
             self._step_others(outside)
-        for s in steps:
+        for s in stacks:
+            s.state = s.state or self._new_state(s)
             before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
-            self._step_pairs(self.param_groups[s.bucket.group], s)
-            if s.mask is not None:
-                s.state.update((name, s.only(value, before.get(name, 0))) for name, value in s.state.items())
+            self._step_pairs(self.param_groups[s.group], s)
+            s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())
 
-    def _is_sound(self, steps: Sequence[Step], gradients: Gradients, outside: Gradients) -> bool:
+    def _is_sound(self, stacks: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
         """Return whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
         found_inf = getattr(self, "found_inf", None)
-        # The sum of a gradient, in float32 at least, tells whether it is finite.
-        sums = [g.sum() for s in steps for g in s.g]
+        # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
+        sums = [s.sizes.sum() for s in stacks]
         sums += [g.sum(dtype=at_least_float32(g.dtype)) for g in outside.values()]
-        finite = torch.stack([v.isfinite().to(sums[0].device) for v in sums]).all()
+        finite = (torch.stack([v.to(sums[0].device) for v in sums]).abs() < torch.inf).all()
         finite = finite if found_inf is None else (found_inf == 0).all()
-        sound = torch.stack([finite, *[~s.unsound().any().to(finite.device) for s in steps]]).all()
+        sound = torch.stack([finite, *[s.sound().all().to(finite.device) for s in stacks]]).all()
         if not on_cpu(finite):
             self._skipped = self._skipped + ~(sound if found_inf is None else sound | ~finite)
-            for s in steps:
+            for s in stacks:
                 s.restrict(sound.to(s.x[0].device))
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
-        if not bool(finite) and found_inf is not None:
+        if bool(sound):
+            return True
+        if found_inf is not None and not bool(finite):
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
-        if not bool(sound):
-            explain(steps, gradients)
-        return True
+        for s in stacks if bool(finite) else ():
+            if bool((unsound := ~s.sound()).any()):
+                raise ValueError(
+                    f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank "
+                    "since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+                )
+        bad = next((p for p, g in gradients.items() if not bool(g.isfinite().all())), next(iter(gradients)))
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
+            "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
+        )
+
+    def _measure(self, s: Stack, *, double: bool) -> None:
+        """Compute the metric at the weights, and on the CPU whether every anchor is straight."""
+        s.metric = self._metric(s, s.products(s.x, s.x, double=double))
+        s.straight = on_cpu(s.sizes) and bool(s.metric.straight(s.condition).all())
+
+    def _straighten(self, s: Stack) -> Tensor:
+        """Turn points with a crooked anchor to a gauge in which it has orthonormal columns; return what stays crooked.
+
+        The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
+        does not know which anchors are crooked: all are multiplied, most of them by 1, at every eighth step.
+        """
+        crooked = ~s.metric.straight(s.condition)
+        if not on_cpu(crooked) and s.steps % 8 != 1:
+            return torch.zeros_like(crooked)
+        for _ in range(3 if on_cpu(crooked) else 1):
+            change = s.metric.straightening(crooked, torch.finfo(s.pairs.parameters()[0].dtype).max)
+            change = s.only(change, eye_like(change))
+            for X, A in ((s.x, change), (s.g, change.flip(-3))):
+                for side, x in enumerate(X):
+                    x.copy_(x.to(A.dtype) @ A[:, side])
+            s.transport_(change.flip(-3))
+            self._measure(s, double=True)
+            crooked = ~s.metric.straight(s.condition)
+            if s.straight:
+                break
+        return crooked & s.metric.sound
+
+    def _clip(self, bound: float, stacks: Sequence[Stack], outside: Gradients) -> Gradients:
+        """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
+        squares = [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
+        for s in stacks:
+            K_inv = s.metric.inverse_roots
+            squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
+        norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
+        factor = (bound / (norm + 1e-12)).clamp_max(1.0)
+        for s in stacks:
+            torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
+        return {p: g * factor.to(g.device) for p, g in outside.items()}
 
     def _step_others(self, gradients: Gradients) -> None:
         """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
@@ -250,19 +305,43 @@ class QuotientOptimizer(Optimizer):
         for p, grad in kept:
             p.grad = grad
 
-    def _metric(self, bucket: Bucket, M: Tensor, N: Tensor) -> Metric:
-        """Return the metric of a bucket at points with these Gram matrices."""
-        return Metric(M, N, bucket.scale)
+    def _metric(self, s: Stack, grams: Tensor) -> Metric:
+        """Return the metric of a stack at points with these Gram matrices."""
+        return Metric(*grams.unbind(-3), s.scale)
 
-    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
-        """Update the pairs of a bucket, and their state."""
+    def _new_state(self, s: Stack) -> dict[str, Tensor]:
+        """Return the state of a stack before its first step."""
+        return {f"moment {side}": m.zero_() for side, m in zip("GH", s.empty(), strict=True)}
+
+    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
+        """Update the pairs of a stack, and their state."""
         raise NotImplementedError
+
+    def _advance(
+        self, s: Stack, directions: Sequence[Tensor], A: Tensor, decay: float, *, transport: bool = True
+    ) -> None:
+        """Write rows plus directions times A, after products are multiplied by 1 - ``decay``; biases do not decay.
+
+        The state is transported with them, or left as it is.
+        """
+        keep, ends = max(1 - decay, 0) ** 0.5, s.room("end")
+        for blocks, x, d, a, end in zip(s.blocks, s.x, directions, A.to(s.x[0].dtype).unbind(1), ends, strict=True):
+            torch.baddbmm(x, d, a, beta=keep, out=end)
+            biases = {(r.rows.start, r.rows.stop) for r in blocks.runs if decay and len(r.first.shape) == 1}
+            for start, stop in biases:
+                end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a)
+        ends = [s.only(end, x) for end, x in zip(ends, s.x, strict=True)]
+        s.write(ends)
+        if transport:
+            across, N = s.products([*s.x, ends[1]], [*ends, ends[1]]).split([2, 1], dim=1)
+            T = s.metric.transport_covectors(N.squeeze(1), across)
+            s.transport_(T if s.mask is None else s.only(T, eye_like(T)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "step"}  # which schedulers replace
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of torch's state and, under ``"pairs"`` and ``"buckets"``, the state of the pairs.
+        """Return a copy of torch's state and, under ``"pairs"`` and ``"stacks"``, the state of the pairs.
 
         It warns of steps off the CPU that changed nothing because gradients were not finite or an anchor lacked full
         rank.
@@ -275,71 +354,62 @@ class QuotientOptimizer(Optimizer):
                 stacklevel=2,
             )
         names = ("members", "flipped", "group", "steps", "state")
-        buckets = [{name: getattr(bucket, name) for name in names} for bucket in self._buckets]
-        more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "buckets": buckets}
+        stacks = [{name: getattr(s, name) for name in names} for s in self._stacks]
+        more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "stacks": stacks}
         return copy.deepcopy({**super().state_dict(), **more})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
-        pairs = _pairs_of(state_dict, self._pairs, type(self).__name__, self.param_groups)
+        if (kind := state_dict.get("kind", _UNKNOWN)) != (own := type(self).__name__):
+            raise ValueError(
+                f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load "
+                "the model's weights and start a new optimiser with a short warm-up of the rate"
+            )
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
-        buckets = [_restored(entry, pairs, self._state_names) for entry in saved["buckets"]]
+        sizes = [[len(g["params"]) for g in groups] for groups in (saved["param_groups"], self.param_groups)]
+        # An adapter may have reached full rank since the saved optimiser was created.
+        pairs = [p for p in self._pairs if p.name in saved["pairs"] or sizes[0] != sizes[1]]
+        if saved["pairs"] != [p.name for p in pairs]:
+            differing = sorted(set(saved["pairs"]) ^ {p.name for p in pairs})[:3]
+            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+        keys = (key for g in saved["param_groups"] for key in g["params"])
+        for key, p in zip(keys, (p for g in self.param_groups for p in g["params"]), strict=False):
+            for value in saved["state"].get(key, {}).values():
+                if isinstance(value, Tensor) and value.dim():
+                    _check_shape(value, p)
+        stacks = [self._restored(entry, [pairs[i] for i in entry["members"]]) for entry in saved["stacks"]]
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
-        self._pairs, self._buckets = pairs, buckets
+        self._pairs, self._stacks = pairs, stacks
         self._cover()
 
-
-def _pairs_of(
-    state: Mapping[str, Any], known: Iterable[SymmetricPair], own: str, groups: Sequence[Mapping[str, Any]]
-) -> list[SymmetricPair]:
-    """List an optimiser's pairs that a state has moments of; raise a ValueError if the state is of another kind."""
-    if (kind := state.get("kind", _UNKNOWN)) != own:
-        raise ValueError(
-            f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load the "
-            "model's weights and start a new optimiser with a short warm-up of the rate"
-        )
-    names, sizes = set(state["pairs"]), [[len(g["params"]) for g in some] for some in (state["param_groups"], groups)]
-    # An adapter may have reached full rank since the saved optimiser was created.
-    pairs = [p for p in known if p.name in names or sizes[0] != sizes[1]]
-    if state["pairs"] != [p.name for p in pairs]:
-        differing = sorted(names ^ {p.name for p in pairs})[:3]
-        raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
-    keys = (key for g in state["param_groups"] for key in g["params"])
-    for key, p in zip(keys, (p for g in groups for p in g["params"]), strict=False):
-        for value in state["state"].get(key, {}).values():
-            if isinstance(value, Tensor) and value.dim():
-                _check_shape(value.shape, p.shape)
-    return pairs
+    def _restored(self, entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> Stack:
+        """Restore a stack from its entry in a ``state_dict``."""
+        if len({abs(p.scale) for p in pairs}) > 1:
+            raise ValueError(
+                "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
+                "new optimizer"
+            )
+        s = Stack(pairs, entry["members"], entry["flipped"], entry["group"])
+        state, new = entry["state"], self._new_state(s) if entry["state"] else {}
+        if state.keys() != new.keys():
+            raise ValueError(
+                f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
+                f"{', '.join(sorted(new))}: it is of another version; load the model's weights and start "
+                "with a new optimiser"
+            )
+        for name, value in state.items():
+            _check_shape(value, new[name])
+            s.state[name] = value.to(new[name].device)
+        s.steps = entry["steps"]
+        return s
 
 
-def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], names: AbstractSet[str]) -> Bucket:
-    """Restore a bucket from its entry in a ``state_dict``, in which its state must have certain names."""
-    members, state = entry["members"], entry["state"]
-    if state and state.keys() != names:
-        raise ValueError(
-            f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
-            f"{', '.join(sorted(names))}: it is of another version; load the model's weights and start "
-            "with a new optimiser"
-        )
-    if len({abs(pairs[i].scale) for i in members}) > 1:
-        raise ValueError(
-            "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
-            "new optimizer"
-        )
-    bucket = Bucket([pairs[i] for i in members], members, entry["flipped"], entry["group"])
-    for name, rows in (("moment G", bucket.stack.n), ("moment H", bucket.stack.m)) if state else ():
-        _check_shape(state[name].shape, (len(members) * bucket.points, rows, bucket.stack.group.h // bucket.points))
-    bucket.steps = entry["steps"]
-    bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
-    return bucket
-
-
-def _check_shape(given: Sequence[int], wanted: Sequence[int]) -> None:
+def _check_shape(given: Tensor, wanted: Tensor) -> None:
     """Raise if the state of a weight is for one of another shape."""
-    if tuple(given) != tuple(wanted):
+    if given.shape != wanted.shape:
         raise ValueError(
-            f"the state is for weights of shape {tuple(given)}, but the weights now have shape {tuple(wanted)}: "
-            "another rank, or another model"
+            f"the state is for weights of shape {tuple(given.shape)}, but the weights now have shape "
+            f"{tuple(wanted.shape)}: another rank, or another model"
         )
 
 

@@ -278,44 +278,39 @@ class BlockStack:
             row += column[0].rows
         self.shape = (len(points), row, *self.runs[0].first.size[1:]) if self.runs else (len(points), 0)
 
-    def _columns(self, tensors: Mapping[Tensor, Tensor] | None) -> list[list[Tensor]]:
-        """View the rows in the parameters or in ``tensors``, run by run, column by column of blocks."""
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
         columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
             p = run.first.tensor
             source = p if tensors is None else tensors.get(p)
-            if source is None:
-                view = p.new_zeros(run.size)
-            else:
-                whole = source.contiguous()
-                view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
+            view = p.new_zeros(run.size) if source is None else run.view(source.contiguous())
             columns.setdefault(run.rows.start, []).append(view)
-        return list(columns.values())
+        return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 
-    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
-        return torch.cat(list(map(torch.cat, self._columns(tensors))), dim=1)
+    def parameters(self) -> list[Tensor]:
+        """List the parameter of each run."""
+        return [run.first.tensor for run in self.runs]
 
-    @torch.no_grad()
-    def read(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Return what :meth:`gather` does, in the order of memory, and without a copy where one view holds all."""
-        columns = self._columns(tensors)
-        transposed = columns[0][0].stride(1) < columns[0][0].stride(2)
-        if transposed:
-            columns = [[view.transpose(1, 2) for view in views] for views in columns]
-        joined = [views[0] if len(views) == 1 else torch.cat(views) for views in columns]
-        rows = joined[0] if len(joined) == 1 else torch.cat(joined, dim=1 + transposed)
-        return rows.transpose(1, 2) if transposed else rows
+    def views(self, rows: Tensor, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of rows, run by run, and of contiguous tensors in place of parameters; None counts as zero."""
+        inside = [
+            rows.new_zeros(run.size)
+            if t is None
+            else t.as_strided(run.size, run.stride, t.storage_offset() + run.first.offset)
+            for run, t in zip(self.runs, tensors, strict=True)
+        ]
+        return [rows[run.points, run.rows] for run in self.runs], inside
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Write rows into the parameters, or into their replacements in ``tensors``."""
+        """Write rows into the parameters, or into their replacements in ``tensors``, by one call."""
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
-        for run in self.runs:
-            target = run.first.tensor if tensors is None else tensors[run.first.tensor]
-            whole = target.contiguous()
-            view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
-            view.copy_(rows[run.points, run.rows])
+        targets = [p if tensors is None else tensors[p] for p in self.parameters()]
+        wholes = {t: t.contiguous() for t in targets}
+        parts, views = self.views(rows, [wholes[t] for t in targets])
+        torch._foreach_copy_(views, parts)
+        for target, whole in wholes.items():
             if whole is not target:
                 target.copy_(whole)

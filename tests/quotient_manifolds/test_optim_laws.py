@@ -172,7 +172,7 @@ def test_the_state_is_no_larger_than_adamw():
         optimizer = make(model)
         train(model, optimizer, 2)
         found = optimizer.state_dict()
-        sizes.append(numbers(found["state"]) + sum(numbers(b["state"]) for b in found.get("buckets", [])))
+        sizes.append(numbers(found["state"]) + sum(numbers(b["state"]) for b in found.get("stacks", [])))
     assert sizes[1] <= sizes[0]
 
 
