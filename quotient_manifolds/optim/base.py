@@ -17,9 +17,9 @@ from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from .metric import Metric, eye_like, on_cpu, trace, wide
+from .metric import Metric, on_cpu, trace, wide
 from .pairs import GONE, Places, alone, group_of, orientation, reasons
-from .stack import Stack
+from .stack import Stack, explain, restored
 
 Gradients = Mapping[Tensor, Tensor]
 
@@ -166,8 +166,9 @@ class QuotientOptimizer(Optimizer):
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
         stacks = [s for s in self._stacks if s.begin(gradients)]
-        outside = {p: g for p, g in gradients.items() if p not in self._covered}
-        outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
+        outside: Gradients = {p: g for p, g in gradients.items() if p not in self._covered}
+        partly = {p: gradients[p].masked_fill(mask, 0) for p, mask in self._partly.items() if p in gradients}
+        outside = {**outside, **partly}
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
@@ -176,9 +177,9 @@ class QuotientOptimizer(Optimizer):
             factor = -1.0 if self.param_groups[s.group]["maximize"] else 1.0
             if scale is not None or factor < 0:
                 torch._foreach_mul_(s.g, factor if scale is None else factor / scale.to(s.g[0].device))
-            self._measure(s, double=not on_cpu(s.sizes) and s.steps % 8 == 0)
+            s.measure(self._metric, double=not on_cpu(s.sizes) and s.steps % 8 == 0)
             if on_cpu(s.sizes) and not s.straight:
-                self._measure(s, double=True)
+                s.measure(self._metric, double=True)
         if not (stacks or outside) or not self._is_sound(stacks, gradients, outside):
             return
         if self.certify and any(p.G[0].tensor in gradients for p in self._certification.open):
@@ -188,7 +189,7 @@ class QuotientOptimizer(Optimizer):
             s.steps += 1
             if on_cpu(s.sizes) and s.straight:
                 continue
-            crooked = self._straighten(s)
+            crooked = s.straighten_(self._metric)
             s.restrict(~crooked)
             if not on_cpu(crooked):
                 self._skipped = self._skipped + crooked.any()
@@ -206,20 +207,23 @@ class QuotientOptimizer(Optimizer):
         if outside:
             self._step_others(outside)
         for s in stacks:
-            s.state = s.state or self._new_state(s)
+            group = self.param_groups[s.group]
+            s.state = s.state or (self._new_state(s) if group.get("momentum", 1) else {})
             before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
-            self._step_pairs(self.param_groups[s.group], s)
+            self._step_pairs(group, s)
             s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())
 
     def _is_sound(self, stacks: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
         """Return whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
         found_inf = getattr(self, "found_inf", None)
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
-        sums = [s.sizes.sum() for s in stacks]
-        sums += [g.sum(dtype=at_least_float32(g.dtype)) for g in outside.values()]
-        finite = (torch.stack([v.to(sums[0].device) for v in sums]).abs() < torch.inf).all()
+        sums = [s.sizes for s in stacks]
+        sums += [g.sum(dtype=at_least_float32(g.dtype))[None] for g in outside.values()]
+        finite = (torch.cat([v.to(sums[0].device) for v in sums]).abs() < torch.inf).all()
         finite = finite if found_inf is None else (found_inf == 0).all()
-        sound = torch.stack([finite, *[s.sound().all().to(finite.device) for s in stacks]]).all()
+        sound = finite
+        for s in stacks:
+            sound = sound & s.sound().all().to(finite.device)
         if not on_cpu(finite):
             self._skipped = self._skipped + ~(sound if found_inf is None else sound | ~finite)
             for s in stacks:
@@ -232,44 +236,8 @@ class QuotientOptimizer(Optimizer):
         if found_inf is not None and not bool(finite):
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
-        for s in stacks if bool(finite) else ():
-            if bool((unsound := ~s.sound()).any()):
-                raise ValueError(
-                    f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank "
-                    "since the optimiser was made; no weight was changed; make a new optimiser for these weights"
-                )
-        bad = next((p for p, g in gradients.items() if not bool(g.isfinite().all())), next(iter(gradients)))
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
-            "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
-        )
-
-    def _measure(self, s: Stack, *, double: bool) -> None:
-        """Compute the metric at the weights, and on the CPU whether every anchor is straight."""
-        s.metric = self._metric(s, s.products(s.x, s.x, double=double))
-        s.straight = on_cpu(s.sizes) and bool(s.metric.straight(s.condition).all())
-
-    def _straighten(self, s: Stack) -> Tensor:
-        """Turn points with a crooked anchor to a gauge in which it has orthonormal columns; return what stays crooked.
-
-        The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
-        does not know which anchors are crooked: all are multiplied, most of them by 1, at every eighth step.
-        """
-        crooked = ~s.metric.straight(s.condition)
-        if not on_cpu(crooked) and s.steps % 8 != 1:
-            return torch.zeros_like(crooked)
-        for _ in range(3 if on_cpu(crooked) else 1):
-            change = s.metric.straightening(crooked, torch.finfo(s.pairs.parameters()[0].dtype).max)
-            change = s.only(change, eye_like(change))
-            for X, A in ((s.x, change), (s.g, change.flip(-3))):
-                for side, x in enumerate(X):
-                    x.copy_(x.to(A.dtype) @ A[:, side])
-            s.transport_(change.flip(-3))
-            self._measure(s, double=True)
-            crooked = ~s.metric.straight(s.condition)
-            if s.straight:
-                break
-        return crooked & s.metric.sound
+        explain(stacks, gradients)
+        return False
 
     def _clip(self, bound: float, stacks: Sequence[Stack], outside: Gradients) -> Gradients:
         """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
@@ -307,7 +275,8 @@ class QuotientOptimizer(Optimizer):
 
     def _metric(self, s: Stack, grams: Tensor) -> Metric:
         """Return the metric of a stack at points with these Gram matrices."""
-        return Metric(*grams.unbind(-3), s.scale)
+        M, N = grams.unbind(-3)
+        return Metric(M, N, s.scale)
 
     def _new_state(self, s: Stack) -> dict[str, Tensor]:
         """Return the state of a stack before its first step."""
@@ -316,26 +285,6 @@ class QuotientOptimizer(Optimizer):
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         """Update the pairs of a stack, and their state."""
         raise NotImplementedError
-
-    def _advance(
-        self, s: Stack, directions: Sequence[Tensor], A: Tensor, decay: float, *, transport: bool = True
-    ) -> None:
-        """Write rows plus directions times A, after products are multiplied by 1 - ``decay``; biases do not decay.
-
-        The state is transported with them, or left as it is.
-        """
-        keep, ends = max(1 - decay, 0) ** 0.5, s.room("end")
-        for blocks, x, d, a, end in zip(s.blocks, s.x, directions, A.to(s.x[0].dtype).unbind(1), ends, strict=True):
-            torch.baddbmm(x, d, a, beta=keep, out=end)
-            biases = {(r.rows.start, r.rows.stop) for r in blocks.runs if decay and len(r.first.shape) == 1}
-            for start, stop in biases:
-                end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a)
-        ends = [s.only(end, x) for end, x in zip(ends, s.x, strict=True)]
-        s.write(ends)
-        if transport:
-            across, N = s.products([*s.x, ends[1]], [*ends, ends[1]]).split([2, 1], dim=1)
-            T = s.metric.transport_covectors(N.squeeze(1), across)
-            s.transport_(T if s.mask is None else s.only(T, eye_like(T)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "step"}  # which schedulers replace
@@ -372,45 +321,10 @@ class QuotientOptimizer(Optimizer):
         if saved["pairs"] != [p.name for p in pairs]:
             differing = sorted(set(saved["pairs"]) ^ {p.name for p in pairs})[:3]
             raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
-        keys = (key for g in saved["param_groups"] for key in g["params"])
-        for key, p in zip(keys, (p for g in self.param_groups for p in g["params"]), strict=False):
-            for value in saved["state"].get(key, {}).values():
-                if isinstance(value, Tensor) and value.dim():
-                    _check_shape(value, p)
-        stacks = [self._restored(entry, [pairs[i] for i in entry["members"]]) for entry in saved["stacks"]]
+        stacks = [restored(entry, [pairs[i] for i in entry["members"]], self._new_state) for entry in saved["stacks"]]
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
         self._pairs, self._stacks = pairs, stacks
         self._cover()
-
-    def _restored(self, entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> Stack:
-        """Restore a stack from its entry in a ``state_dict``."""
-        if len({abs(p.scale) for p in pairs}) > 1:
-            raise ValueError(
-                "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
-                "new optimizer"
-            )
-        s = Stack(pairs, entry["members"], entry["flipped"], entry["group"])
-        state, new = entry["state"], self._new_state(s) if entry["state"] else {}
-        if state.keys() != new.keys():
-            raise ValueError(
-                f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
-                f"{', '.join(sorted(new))}: it is of another version; load the model's weights and start "
-                "with a new optimiser"
-            )
-        for name, value in state.items():
-            _check_shape(value, new[name])
-            s.state[name] = value.to(new[name].device)
-        s.steps = entry["steps"]
-        return s
-
-
-def _check_shape(given: Tensor, wanted: Tensor) -> None:
-    """Raise if the state of a weight is for one of another shape."""
-    if given.shape != wanted.shape:
-        raise ValueError(
-            f"the state is for weights of shape {tuple(given.shape)}, but the weights now have shape "
-            f"{tuple(wanted.shape)}: another rank, or another model"
-        )
 
 
 #: The least positive number.

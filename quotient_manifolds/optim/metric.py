@@ -159,8 +159,9 @@ def inverse_root(S: Tensor) -> Tensor:
     any matrix so small (norm below 1e-40 in double precision) that its inverse root overflows in float32.
     """
     least = max(torch.finfo(S.dtype).tiny ** 0.5, 1e-40)  # callers multiply by large numbers too
-    size = torch.linalg.matrix_norm(S, keepdim=True)
-    S = (S / size.clamp_min(least)).flatten(0, -3)
+    norm = torch.linalg.matrix_norm(S, keepdim=True)
+    size = norm.clamp_min(least)
+    S = (S / size).flatten(0, -3)
     Q = eye_like(S).expand_as(S)
     for i, (a, b, c) in enumerate(_ROUNDS):
         P = torch.baddbmm(S, S, S, beta=b, alpha=c)  # q = a I + P; Q becomes Q q, and S q S q
@@ -168,4 +169,4 @@ def inverse_root(S: Tensor) -> Tensor:
         if i < len(_ROUNDS) - 1:
             S = torch.baddbmm(S, P, S, beta=a)
             S = torch.baddbmm(S, S, P, beta=a)
-    return torch.where(size > least, size.rsqrt(), 0) * Q.unflatten(0, size.shape[:-2])
+    return size.rsqrt() * (norm > least) * Q.unflatten(0, size.shape[:-2])

@@ -111,10 +111,11 @@ class QuotientAdam(QuotientOptimizer):
         super().__init__(params, pairs, lr=lr, betas=betas, eps=eps, **more)
 
     def _new_state(self, s: Stack) -> dict[str, Tensor]:
-        size, h = len(s.pairs) * s.points, s.x[0].shape[-1]
-        like = wide(s.x[0])
+        state = super()._new_state(s)
+        like = wide(state["moment G"])
+        size, _, h = like.shape
         small = {"matrix": like.new_zeros(size, 2, h, h), "step": like.real.new_zeros(size)}
-        return {**super()._new_state(s), "rows": s.x[0].real.new_zeros(size, s.pairs.n + s.pairs.m, 1), **small}
+        return {**state, **small, "rows": state["moment G"].real.new_zeros(size, s.pairs.n + s.pairs.m, 1)}
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         (beta1, beta2), lr, K_inv, state = group["betas"], float(group["lr"]), s.metric.inverse_roots, s.state
@@ -133,7 +134,7 @@ class QuotientAdam(QuotientOptimizer):
         sizes = rows.sqrt_().add_(group["eps"] * R.shape[-1] ** 0.5).split([s.pairs.n, s.pairs.m], dim=1)
         for d, m, size in zip(s.g, s.moments(), sizes, strict=True):
             torch.div(m, size, out=d)
-        self._advance(s, s.g, R @ (K_inv * (-lr * _RANK**0.5) / first[:, None]), lr * group["weight_decay"])
+        s.advance_(s.g, R @ (K_inv * (-lr * _RANK**0.5) / first[:, None]), lr * group["weight_decay"])
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -228,7 +229,9 @@ class QuotientMuon(QuotientOptimizer):
         if s.dtype == torch.float32:
             # Rounding of M to single precision is a singular value of G, and a step of H. So columns that are nearly
             # orthonormal are found first, and M from their Gram matrix (Yamamoto et al. 2015, "CholeskyQR2").
-            L = Factorised(M + (1e-6 * trace(M)[..., None, None] + 1e-30) * eye_like(M), eye_like(M))
+            raised = M.clone()
+            raised.diagonal(dim1=-2, dim2=-1).add_(trace(M)[..., None].clamp_min(1e-24), alpha=1e-6)
+            L = Factorised(raised, eye_like(M))
             Q = torch.bmm(s.x[0], L.L_inv.mH.to(s.x[0].dtype), out=s.room("end")[0])
             M = L.L @ wide(Q.mH @ Q) @ L.L.mH
         step = float(group["lr"]) / (4 * (1 - group["momentum"]))
@@ -244,10 +247,11 @@ class QuotientMuon(QuotientOptimizer):
                 torch.add(g, m, alpha=momentum, out=g)
             else:
                 g.copy_(m)
-        u, grams = s.grams(s.g, sizes := s.norms(s.g))
-        # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
-        P = F.mH @ inverse_root(F @ grams @ F.mH) * sizes[:, None, None]
-        self._advance(s, s.times(u, P, "g"), -lr / 2 * F, lr * group["weight_decay"], transport=False)
+        # Where the product lacks rank F is large, and u small: its Gram matrix comes after the product with F.
+        u = s.times(s.g, F.mH, "end")
+        u, grams = s.grams(u, sizes := s.norms(u))
+        d = s.times(u, inverse_root(grams) * sizes[:, None, None], "g")
+        s.advance_(d, -lr / 2 * F, lr * group["weight_decay"], transport=False)
 
 
 class QuotientSGD(QuotientOptimizer):
@@ -315,9 +319,6 @@ class QuotientSGD(QuotientOptimizer):
 
     _Others = torch.optim.SGD
 
-    def _new_state(self, s: Stack) -> dict[str, Tensor]:
-        return super()._new_state(s) if self.param_groups[s.group]["momentum"] else {}
-
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots
         if momentum:
@@ -326,4 +327,4 @@ class QuotientSGD(QuotientOptimizer):
             u = s.moments()
             if group["nesterov"]:
                 u = [torch.add(g, m, alpha=momentum) for g, m in zip(s.g, u, strict=True)]
-        self._advance(s, u, -lr * K_inv.mH @ K_inv, lr * group["weight_decay"])
+        s.advance_(u, -lr * K_inv.mH @ K_inv, lr * group["weight_decay"])

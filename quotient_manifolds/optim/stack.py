@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,15 @@ from ..linalg import at_least_float32
 from ..symmetries.blocks import BlockStack
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
-from .metric import Metric, on_cpu, wide
+from .metric import Metric, eye_like, on_cpu, wide
 
 #: Condition of H at which a pair moves to another gauge: rounding to float32 then changes the product by about 1e-5,
 #: and the Gram matrix, whose condition is the square, is known to about 1e-5 if it is computed in float32.
 _CONDITION = {torch.float64: 1e2, torch.float32: 1e1}
 #: Gradients of a smaller norm count as of this one: squares of their entries are 0 in float32.
 _LEAST = 1e-18
+#: The metric of a stack at points with some Gram matrices.
+MetricOf = Callable[["Stack", Tensor], Metric]
 
 
 class Stack:
@@ -70,15 +73,19 @@ class Stack:
         There memory that is new to the process costs more than what is computed: 200 factors of 4096 × 16 are stacked
         in 5 ms, and in 36 ms into new memory. A GPU has its own cache of memory.
         """
-        found = self._kept.get(name) or self.empty()
-        if on_cpu(found[0]):
-            self._kept[name] = found
+        found = self._kept.get(name)
+        if found is None:
+            found = self.empty()
+            if on_cpu(found[0]):
+                self._kept[name] = found
         return found
 
     def _rows(self, points: Tensor) -> Tensor:
         """View points as rows of blocks."""
         group = self.pairs.group
-        return group.from_point(points.unflatten(0, (-1, group.h)) if group.diagonal else points)
+        if group.diagonal:
+            points = points.unflatten(0, (-1, group.h))
+        return group.from_point(points) if group.diagonal or points.is_complex() else points
 
     def begin(self, gradients: Mapping[Tensor, Tensor]) -> bool:
         """Read weights and gradients; return whether any pair has one. Pairs without one are left as they are."""
@@ -90,9 +97,7 @@ class Stack:
         for blocks, x, g in zip(self.blocks, self.x, self.g, strict=True):
             parameters = blocks.parameters()
             for points, tensors in ((x, parameters), (g, map(gradients.get, parameters))):
-                of_rows, of_tensors = blocks.views(
-                    self._rows(points), [t if t is None else t.contiguous() for t in tensors]
-                )
+                of_rows, of_tensors = blocks.views(self._rows(points), tensors)
                 into += of_rows
                 views += of_tensors
         torch._foreach_copy_(into, views)
@@ -106,24 +111,72 @@ class Stack:
         """List which pairs have a gradient; raise for those of which only a part has one."""
         found = []
         for p in self.pairs.pairs:
-            without = [b for b in p.G + p.H if getattr(b.module, b.attribute) not in gradients]
-            found.append(not without)
-            if 0 < len(without) < len(p.G + p.H):
+            active, without = False, None
+            for b in p.G + p.H:
+                if getattr(b.module, b.attribute) in gradients:
+                    active = True
+                else:
+                    without = b
+            if active and without is not None:
                 raise ValueError(
-                    f"pair {p.name!r}: {without[0].place} has no gradient but the rest of the pair has; train both "
+                    f"pair {p.name!r}: {without.place} has no gradient but the rest of the pair has; train both "
                     "factors, or pass this pair to another optimiser"
                 )
+            found.append(active)
         return found
 
-    def write(self, ends: Sequence[Tensor]) -> None:
-        """Write rows of G and of H into the parameters."""
+    def measure(self, metric_of: MetricOf, *, double: bool = True) -> None:
+        """Compute the metric at the weights, and on the CPU whether every anchor is straight."""
+        self.metric = metric_of(self, self.products(self.x, self.x, double=double))
+        self.straight = on_cpu(self.sizes) and bool(self.metric.straight(self.condition).all())
+
+    def straighten_(self, metric_of: MetricOf) -> Tensor:
+        """Turn points with a crooked anchor to a gauge in which it has orthonormal columns; return what stays crooked.
+
+        The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
+        does not know which anchors are crooked: all are multiplied, most of them by 1, at every eighth step.
+        """
+        crooked = ~self.metric.straight(self.condition)
+        if not on_cpu(crooked) and self.steps % 8 != 1:
+            return torch.zeros_like(crooked)
+        for _ in range(3 if on_cpu(crooked) else 1):
+            change = self.metric.straightening(crooked, torch.finfo(self.pairs.parameters()[0].dtype).max)
+            change = self.only(change, eye_like(change))
+            for X, A in ((self.x, change), (self.g, change.flip(-3))):
+                for side, x in enumerate(X):
+                    x.copy_(x.to(A.dtype) @ A[:, side])
+            self.transport_(change.flip(-3))
+            self.measure(metric_of)
+            crooked = ~self.metric.straight(self.condition)
+            if self.straight:
+                break
+        return crooked & self.metric.sound
+
+    def advance_(self, directions: Sequence[Tensor], A: Tensor, decay: float, *, transport: bool = True) -> None:
+        """Write rows plus directions times A, after products are multiplied by 1 - ``decay``; biases do not decay.
+
+        The state is transported with them, or left as it is.
+        """
+        keep, ends = max(1 - decay, 0) ** 0.5, self.room("end")
+        for blocks, x, d, a, end in zip(
+            self.blocks, self.x, directions, A.to(self.x[0].dtype).unbind(1), ends, strict=True
+        ):
+            torch.baddbmm(x, d, a, beta=keep, out=end)
+            biases = {(r.rows.start, r.rows.stop) for r in blocks.runs if decay and len(r.first.shape) == 1}
+            for start, stop in biases:
+                end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a)
+        ends = [self.only(end, x) for end, x in zip(ends, self.x, strict=True)]
         for blocks, end in zip(self.blocks, ends, strict=True):
             blocks.scatter_(self._rows(end))
+        if transport:
+            across, N = self.products([*self.x, ends[1]], [*ends, ends[1]]).split([2, 1], dim=1)
+            T = self.metric.transport_covectors(N.squeeze(1), across)
+            self.transport_(T if self.mask is None else self.only(T, eye_like(T)))
 
     def products(self, X: Sequence[Tensor], Y: Sequence[Tensor], *, double: bool = False) -> Tensor:
         """Return the products XᴴY of G and of H, in the precision of the factors or in double precision."""
         if double:
-            X, Y = map(wide, X), map(wide, Y)
+            X, Y = list(map(wide, X)), list(map(wide, Y))
         return wide(torch.stack([x.mH @ y for x, y in zip(X, Y, strict=True)], dim=-3))
 
     def times(self, X: Sequence[Tensor], A: Tensor, name: str) -> list[Tensor]:
@@ -133,7 +186,7 @@ class Stack:
             torch.bmm(x, a, out=room[side])
         return room
 
-    def norms(self, X: Sequence[Tensor]) -> Tensor:
+    def norms(self, X: list[Tensor]) -> Tensor:
         """Compute the norm of all rows of G, and of H, (2,), at least 1e-18."""
         return torch.stack(torch._foreach_norm(X)).clamp_min(_LEAST)  # noqa: SLF001
 
@@ -175,3 +228,47 @@ class Stack:
     def name(self, where: Tensor) -> str:
         """Return the name of the first pair of which a point is marked."""
         return self.pairs.pairs[int(where.nonzero()[0]) // self.points].name
+
+
+def explain(stacks: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> None:
+    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
+    if not all(bool((bad := g).isfinite().all()) for g in gradients.values()):
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
+            "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
+        )
+    for s in stacks:
+        if bool((unsound := ~s.sound()).any()):
+            raise ValueError(
+                f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank "
+                "since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+            )
+    raise ValueError("the sum of a gradient's squares is beyond the range of its dtype; no weight was changed")
+
+
+def restored(
+    entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], new_state: Callable[[Stack], dict[str, Tensor]]
+) -> Stack:
+    """Restore a stack from its entry in a ``state_dict``."""
+    if len({abs(p.scale) for p in pairs}) > 1:
+        raise ValueError(
+            "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
+            "new optimizer"
+        )
+    s = Stack(pairs, entry["members"], entry["flipped"], entry["group"])
+    state, new = entry["state"], new_state(s) if entry["state"] else {}
+    if state.keys() != new.keys():
+        raise ValueError(
+            f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
+            f"{', '.join(sorted(new))}: it is of another version; load the model's weights and start "
+            "with a new optimiser"
+        )
+    for name, value in state.items():
+        if value.shape != new[name].shape:
+            raise ValueError(
+                f"the state is for weights of shape {tuple(value.shape)}, but the weights now have shape "
+                f"{tuple(new[name].shape)}: another rank, or another model"
+            )
+        s.state[name] = value.to(new[name].device)
+    s.steps = entry["steps"]
+    return s

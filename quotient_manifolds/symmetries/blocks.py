@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -276,6 +276,7 @@ class BlockStack:
         for column in zip(*points, strict=True):
             self.runs.extend(_runs_of(column, row))
             row += column[0].rows
+        self._shapes = [run.first.shape for run in self.runs]
         self.shape = (len(points), row, *self.runs[0].first.size[1:]) if self.runs else (len(points), 0)
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
@@ -290,26 +291,30 @@ class BlockStack:
 
     def parameters(self) -> list[Tensor]:
         """List the parameter of each run."""
-        return [run.first.tensor for run in self.runs]
+        found = [getattr(run.first.module, run.first.attribute) for run in self.runs]
+        return found if [p.shape for p in found] == self._shapes else [run.first.tensor for run in self.runs]
 
-    def views(self, rows: Tensor, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of rows, run by run, and of contiguous tensors in place of parameters; None counts as zero."""
-        inside = [
-            rows.new_zeros(run.size)
-            if t is None
-            else t.as_strided(run.size, run.stride, t.storage_offset() + run.first.offset)
-            for run, t in zip(self.runs, tensors, strict=True)
-        ]
-        return [rows[run.points, run.rows] for run in self.runs], inside
+    def views(self, rows: Tensor, tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of rows, run by run, and of tensors in place of the parameters; None counts as zero."""
+        of_rows, of_tensors = list[Tensor](), list[Tensor]()
+        for run, tensor in zip(self.runs, tensors, strict=True):
+            of_rows.append(rows[run.points, run.rows])
+            if tensor is None:
+                of_tensors.append(rows.new_zeros(run.size))
+            else:
+                whole = tensor.contiguous()
+                of_tensors.append(whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset))
+        return of_rows, of_tensors
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
         """Write rows into the parameters, or into their replacements in ``tensors``, by one call."""
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
-        targets = [p if tensors is None else tensors[p] for p in self.parameters()]
+        parameters = self.parameters()
+        targets = parameters if tensors is None else [tensors[p] for p in parameters]
         wholes = {t: t.contiguous() for t in targets}
-        parts, views = self.views(rows, [wholes[t] for t in targets])
+        parts, views = self.views(rows, map(wholes.get, targets))
         torch._foreach_copy_(views, parts)
         for target, whole in wholes.items():
             if whole is not target:
