@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,9 @@ def recipe(kind: str, number: int) -> Recipe:
 
 
 def build(
-    kind: str, data: Path, out: Path, *, models: int | None = None, first: int = 0, shard: tuple[int, int] = (1, 1),
+    kind: str, data: Path, out: Path, *, models: int | None = None, first: int = 0, shard: str = "1/1",
     device: str = "cpu", progress: bool = True,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[Mapping[str, Any]]:  # fmt: skip
     """Train the missing models of a zoo, then test the untested ones; if a call was killed, the next completes it.
 
     Parameters

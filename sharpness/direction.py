@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import as_count
-from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
+from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import is_sharded, to_device
+from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import divide, named_weights
@@ -69,21 +70,6 @@ class Direction:
     classes: bool = False
 
 
-def _same_pairs(model: nn.Module, pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
-    """Find a direction's pairs in this model, which may be another copy of the one that was measured."""
-    own = {id(m) for m in model.modules()}
-    if all(id(b.module) in own for p in pairs for b in p.G + p.H):
-        return list(pairs)
-    found = {p.name: p for p in find_symmetric_pairs(model, include_frozen=True)}
-    missing = [p.name for p in pairs if p.name not in found]
-    if missing:
-        raise ValueError(
-            f"the direction moves the pair {missing[0]!r}, which find_symmetric_pairs does not name in this "
-            f"{type(model).__name__}; use the model that was measured"
-        )
-    return [found[p.name] for p in pairs]
-
-
 @contextmanager
 def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterator[nn.Module]:
     r"""Move a model along a direction for the time of a ``with`` block.
@@ -113,7 +99,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     Notes
     -----
     Paper, §5.2. Meanwhile the parameters point to copies; their own storage is not written to. A direction may be used
-    on another copy of the measured model, on any device, unless its pairs were found by examination of a batch.
+    on another copy of the measured model, on any device.
 
     Examples
     --------
@@ -151,7 +137,8 @@ def _along(
         vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
         measure, canonical = direction.measure, direction.measure.form == "canonical"
         pairs = direction.given if canonical else direction.pairs
-        pairs = None if pairs is None else _same_pairs(model, pairs)
+        if pairs and not all(b.module in set(model.modules()) for b in pairs[0].G):  # of the copy that was measured
+            pairs = in_copy(pairs, pairs[0].model or model, model)
         form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
         base = {} if form is None else form.values
         with pointing_to(model, base):

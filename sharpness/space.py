@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -50,12 +49,8 @@ class Evidence:
         said = self._certification.see(gradient, tolerance=self.tolerance).residuals
         residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
         self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        sizes = {
-            name: torch.linalg.vector_norm(gradient[p], 1).to(space.dtype)
-            for name in self._unreached if (p := space.parameters[name]) in gradient and p.numel()
-        }  # fmt: skip
-        if sizes:
-            self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
+        there = {name for name in self._unreached if space.parameters[name] in gradient}
+        self._unreached -= {name for name in there if bool(gradient[space.parameters[name]].any())}
 
     def uncertified(self) -> set[str]:
         """Name the pairs of all processes that had no gradient yet."""
@@ -141,7 +136,7 @@ class WeightSpace:
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
-        self.world = self.examples = World()
+        self.world = World()
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model, only))
         moving = list(self.parameters.values())

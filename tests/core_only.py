@@ -64,7 +64,7 @@ def check_missing():
         folder = pathlib.Path(place)
         (folder / "bert").mkdir()
         (folder / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
-        (folder / "sweep.yaml").write_text("checkpoints: x\ndata: y\n")
+        (folder / "results.jsonl").write_text('{"checkpoint": "a", "kind": "fit", "train_loss": 0.5}')
         (folder / "classes" / "cat").mkdir(parents=True)
         (folder / "classes" / "cat" / "0.png").touch()
         (folder / "rows.csv").write_text("checkpoint,kind\n")
@@ -79,7 +79,7 @@ def check_missing():
             ),
             ("images", ["run", torch_model, str(folder / "classes")]),
             ("datasets", ["run", torch_model, str(folder / "saved")]),
-            ("sweep", ["sweep", str(folder / "sweep.yaml"), "--out", str(folder / "out")]),
+            ("plot", ["table", str(folder / "results.jsonl")]),
             ("plot", ["run", torch_model, str(folder / "saved"), "--figures", str(folder / "figures"), "--quiet"]),
             ("demo", ["demo", "--out", str(folder / "demo.png"), "--quiet"]),
         ):

@@ -58,13 +58,15 @@ class Stack:
 
     def empty(self) -> list[Tensor]:
         """Return tensors for rows of G and of H, in the order of memory of the parameters."""
-        shape, like = self.pairs.point_like(self.dtype)
-        found = []
+        group, found = self.pairs.group, list[Tensor]()
+        columns = 1 if group.diagonal else group.h
+        dtype = self.dtype.to_complex() if group.field == "complex" else self.dtype
         for blocks in self.blocks:
-            size = (len(self.pairs) * self.points, blocks.shape[1], shape[-1])
-            stride = blocks.runs[0].stride
-            transposed = stride[1] < stride[2] and not self.pairs.group.diagonal
-            found.append(like.new_empty(size[0], size[2], size[1]).mT if transposed else like.new_empty(size))
+            stride, (count, rows, *_) = blocks.runs[0].block.stride, blocks.shape
+            transposed = stride[1] < stride[2] and not group.diagonal
+            size = (columns, rows) if transposed else (rows, columns)
+            rows_of_points = torch.empty(count * self.points, *size, dtype=dtype, device=self.counts.device)
+            found.append(rows_of_points.mT if transposed else rows_of_points)
         return found
 
     def room(self, name: str) -> list[Tensor]:
@@ -162,7 +164,7 @@ class Stack:
             self.blocks, self.x, directions, A.to(self.x[0].dtype).unbind(1), ends, strict=True
         ):
             torch.baddbmm(x, d, a, beta=keep, out=end)
-            biases = {(r.rows.start, r.rows.stop) for r in blocks.runs if decay and len(r.first.shape) == 1}
+            biases = {(r.rows.start, r.rows.stop) for r in blocks.runs if decay and len(r.block.shape) == 1}
             for start, stop in biases:
                 end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a)
         ends = [self.only(end, x) for end, x in zip(ends, self.x, strict=True)]

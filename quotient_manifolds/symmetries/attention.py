@@ -48,11 +48,8 @@ class Heads:
         Why nothing acts on them; empty otherwise.
     key_bias_null : bool
         The key bias adds the same number to all scores of a query, so softmax ignores it (not under RoPE).
-    blocks, order
-        A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
-        every one with its share of the heads.
-    dimension : int
-        That of the symmetry that was found on a head, whether it is divided out or not.
+    blocks : int
+        A matrix of queries, keys and values consists of so many equal parts, each with its share of the heads.
     examined : bool
         Gradients and moves decide whether projections are linear, so a subclass of ``nn.Linear`` is not refused.
 
@@ -71,8 +68,6 @@ class Heads:
     reason: str = ""
     key_bias_null: bool = True
     blocks: int = 1
-    order: str = "qkv"
-    dimension: int = 0
     examined: bool = False
 
 

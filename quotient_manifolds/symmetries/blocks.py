@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -209,8 +209,6 @@ def block(
     ((6, 4), (1, 4))
     """
     check_model(module)
-    if not isinstance(rows, slice) or not isinstance(columns, slice):
-        raise TypeError(f"rows and columns must be slices, got {rows!r} and {columns!r}")
 
     def view(whole: Tensor) -> Tensor:
         if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
@@ -233,22 +231,15 @@ def block(
     return Block.from_view(module, attribute, view)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Blocks of consecutive points at equal distances in one parameter: one view with a batch dimension."""
+class Run(NamedTuple):
+    """Blocks of consecutive points at equal distances in one parameter: (count, rows, h) or (count, rows, h, 2)."""
 
-    first: Block
+    block: Block
     points: slice
     rows: slice
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """View the blocks in a contiguous tensor of the parameter's shape: (count, rows, h) or (count, rows, h, 2)."""
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.first.offset)
 
 
-def _runs_of(column: Sequence[Block], row: int) -> Iterator[_Run]:
+def _runs_of(column: Sequence[Block], row: int) -> Iterator[Run]:
     """Join the blocks that lie in the same rows of consecutive points."""
     ids = [id(b.tensor) for b in column]
     start = 0
@@ -262,8 +253,8 @@ def _runs_of(column: Sequence[Block], row: int) -> Iterator[_Run]:
             if not same or gap <= 0 or (step and gap != step):
                 break
             step, stop = gap, stop + 1
-        rows, count = slice(row, row + b.rows), stop - start
-        yield _Run(b, slice(start, stop), rows, (count, *b.size), (step, *b.stride))
+        joined = replace(b, size=(stop - start, *b.size), stride=(step, *b.stride))
+        yield Run(joined, slice(start, stop), slice(row, row + b.rows))
         start = stop
 
 
@@ -271,39 +262,39 @@ class BlockStack:
     """The rows of several points, each a list of blocks of the same sizes: read and written as few strided views."""
 
     def __init__(self, points: Sequence[Sequence[Block]]) -> None:
-        self.runs: list[_Run] = []
+        self.runs: list[Run] = []
         row = 0
         for column in zip(*points, strict=True):
             self.runs.extend(_runs_of(column, row))
             row += column[0].rows
-        self._shapes = [run.first.shape for run in self.runs]
-        self.shape = (len(points), row, *self.runs[0].first.size[1:]) if self.runs else (len(points), 0)
+        self._shapes = [run.block.shape for run in self.runs]
+        self.shape = (len(points), row, *self.runs[0].block.size[2:]) if self.runs else (len(points), 0)
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
         columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
-            p = run.first.tensor
+            p = run.block.tensor
             source = p if tensors is None else tensors.get(p)
-            view = p.new_zeros(run.size) if source is None else run.view(source.contiguous())
+            view = p.new_zeros(run.block.size) if source is None else run.block.of(source.contiguous())
             columns.setdefault(run.rows.start, []).append(view)
         return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 
     def parameters(self) -> list[Tensor]:
         """List the parameter of each run."""
-        found = [getattr(run.first.module, run.first.attribute) for run in self.runs]
-        return found if [p.shape for p in found] == self._shapes else [run.first.tensor for run in self.runs]
+        found = [getattr(run.block.module, run.block.attribute) for run in self.runs]
+        return found if [p.shape for p in found] == self._shapes else [run.block.tensor for run in self.runs]
 
     def views(self, rows: Tensor, tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of rows, run by run, and of tensors in place of the parameters; None counts as zero."""
         of_rows, of_tensors = list[Tensor](), list[Tensor]()
-        for run, tensor in zip(self.runs, tensors, strict=True):
-            of_rows.append(rows[run.points, run.rows])
+        for (b, points, own_rows), tensor in zip(self.runs, tensors, strict=True):
+            of_rows.append(rows[points, own_rows])
             if tensor is None:
-                of_tensors.append(rows.new_zeros(run.size))
+                of_tensors.append(rows.new_zeros(b.size))
             else:
                 whole = tensor.contiguous()
-                of_tensors.append(whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset))
+                of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
         return of_rows, of_tensors
 
     @torch.no_grad()

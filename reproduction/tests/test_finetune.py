@@ -84,7 +84,7 @@ def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypa
     recipes = [replace(random_recipe(s, epochs=(1, 2)), batch=8) for s in range(3)]
     train_collection("tinyvit:tiny", data, "whole", recipes=recipes, progress=False)
     for i in (1, 2):
-        train_collection("tinyvit:tiny", data, "split", recipes=recipes, shard=(i, 2), progress=False)
+        train_collection("tinyvit:tiny", data, "split", recipes=recipes, shard=f"{i}/2", progress=False)
     full, calls = collection.finetune, []
 
     def stopped(*arguments, **options):
@@ -230,8 +230,8 @@ def test_labels_that_are_no_classes(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"text": "good", "label": 3}\n{"text": "bad", "label": 1}\n')
     with pytest.raises(ValueError, match=r"labels of .* are the numbers \[1, 3\]"):
         train_collection(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z")
-    with pytest.raises(ValueError, match="shards are i/n"):
-        train_collection(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z", shard=(3, 2))
+    with pytest.raises(ValueError, match="a shard is i/n"):
+        train_collection(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z", shard="3/2")
 
 
 def test_a_folder_with_other_models_is_refused(images):

@@ -215,7 +215,7 @@ def test_every_entry_belongs_to_one_part():
 def test_shares_add_up(measure):
     model = build("bert")
     result = sharpness.evaluate(model, inputs("bert"), loss, measure=measure, steps=3, progress=False)
-    shares = result.by_part()
+    shares = result.by_layer().by_part()
     assert sum(shares.values()) == pytest.approx(1)
     assert {"Q–K", "V–O", "MLP", "embeddings"} <= set(shares)
     assert f"MLP {shares['MLP']:.0%}" in str(result)
@@ -229,5 +229,5 @@ def test_shares_of_the_complete_measure_do_not_move():
             apply_random_moves_(model)
             apply_random_symmetry_(model)
         options = {"measure": "complete-inv", "steps": 3, "progress": False}
-        shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_part())
+        shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_layer().by_part())
     assert shares[0] == pytest.approx(shares[1], rel=1e-6)
