@@ -208,7 +208,8 @@ class QuotientOptimizer(Optimizer):
             self._step_others(outside)
         for s in stacks:
             group = self.param_groups[s.group]
-            s.state = s.state or (self._new_state(s) if group.get("momentum", 1) else {})
+            if not s.state and ("eps" in group or group["momentum"]):  # gradient descent without momentum has none
+                s.state = self._new_state(s)
             before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
             self._step_pairs(group, s)
             s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())

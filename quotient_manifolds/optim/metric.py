@@ -161,7 +161,7 @@ def inverse_root(S: Tensor) -> Tensor:
     least = max(torch.finfo(S.dtype).tiny ** 0.5, 1e-40)  # callers multiply by large numbers too
     norm = torch.linalg.matrix_norm(S, keepdim=True)
     size = norm.clamp_min(least)
-    S = (S / size).flatten(0, -3)
+    S = (S / size).reshape(-1, *S.shape[-2:])
     Q = eye_like(S).expand_as(S)
     for i, (a, b, c) in enumerate(_ROUNDS):
         P = torch.baddbmm(S, S, S, beta=b, alpha=c)  # q = a I + P; Q becomes Q q, and S q S q
@@ -169,4 +169,4 @@ def inverse_root(S: Tensor) -> Tensor:
         if i < len(_ROUNDS) - 1:
             S = torch.baddbmm(S, P, S, beta=a)
             S = torch.baddbmm(S, S, P, beta=a)
-    return size.rsqrt() * (norm > least) * Q.unflatten(0, size.shape[:-2])
+    return size.rsqrt() * (norm > least) * Q.reshape(*size.shape[:-2], *Q.shape[1:])

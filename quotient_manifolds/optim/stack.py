@@ -52,7 +52,7 @@ class Stack:
         self.condition = _CONDITION[self.dtype]
         self.state: dict[str, Tensor] = {}
         self.blocks = [BlockStack([side(p) for p in self.pairs.pairs]) for side in (lambda p: p.G, lambda p: p.H)]
-        self.counts = torch.tensor([self.pairs.n, self.pairs.m], device=like.device)[:, None, None]  # of rows
+        self.counts = torch.tensor([self.pairs.n, self.pairs.m])[:, None, None]  # of rows
         self.points = self.pairs.group.h if self.pairs.group.diagonal else 1  # of one pair
         self._kept: dict[str, list[Tensor]] = {}
 
@@ -60,12 +60,13 @@ class Stack:
         """Return tensors for rows of G and of H, in the order of memory of the parameters."""
         group, found = self.pairs.group, list[Tensor]()
         columns = 1 if group.diagonal else group.h
+        device = self.pairs.pairs[0].G[0].tensor.device
         dtype = self.dtype.to_complex() if group.field == "complex" else self.dtype
         for blocks in self.blocks:
             stride, (count, rows, *_) = blocks.runs[0].block.stride, blocks.shape
             transposed = stride[1] < stride[2] and not group.diagonal
             size = (columns, rows) if transposed else (rows, columns)
-            rows_of_points = torch.empty(count * self.points, *size, dtype=dtype, device=self.counts.device)
+            rows_of_points = torch.empty(count * self.points, *size, dtype=dtype, device=device)
             found.append(rows_of_points.mT if transposed else rows_of_points)
         return found
 
@@ -103,6 +104,7 @@ class Stack:
                 into += of_rows
                 views += of_tensors
         torch._foreach_copy_(into, views)
+        self.counts = self.counts.to(self.x[0].device)
         self.mask = None
         if not all(active):
             self.mask = torch.tensor(active, device=self.x[0].device).repeat_interleave(self.points)
