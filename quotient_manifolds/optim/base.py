@@ -29,6 +29,11 @@ _NO_PAIR = (
     "trainable, or use torch.optim.AdamW"
 )
 
+_TOO_LARGE = (
+    "pair {!r}: its product is too large for the dtype of its factors; it takes no step until that changes; lower the "
+    "learning rate, or make the factors smaller"
+)
+
 
 #: Who saved a state without pairs.
 _UNKNOWN = (
@@ -195,17 +200,12 @@ class QuotientOptimizer(Optimizer):
                 self._skipped = self._skipped + crooked.any()
             elif not self._warned and bool(crooked.any()):
                 self._warned = True
-                warnings.warn(
-                    f"pair {s.name(crooked)!r}: its product is too large for the dtype of its factors; it takes no "
-                    "step until that changes; lower the learning rate, or make the factors smaller",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+                warnings.warn(_TOO_LARGE.format(s.name(crooked)), RuntimeWarning, stacklevel=4)
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
-            outside = self._clip(float(bound), stacks, outside)
+            outside = _clip(float(bound), stacks, outside)
         if outside:
-            self._step_others(outside)
+            _step_others(self, self._others, self._partly, outside)
         for s in stacks:
             group = self.param_groups[s.group]
             if not s.state and ("eps" in group or group["momentum"]):  # gradient descent without momentum has none
@@ -239,40 +239,6 @@ class QuotientOptimizer(Optimizer):
             return False
         explain(stacks, gradients)
         return False
-
-    def _clip(self, bound: float, stacks: Sequence[Stack], outside: Gradients) -> Gradients:
-        """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
-        squares = [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
-        for s in stacks:
-            K_inv = s.metric.inverse_roots
-            squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
-        norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
-        factor = (bound / (norm + 1e-12)).clamp_max(1.0)
-        for s in stacks:
-            torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
-        return {p: g * factor.to(g.device) for p, g in outside.items()}
-
-    def _step_others(self, gradients: Gradients) -> None:
-        """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
-        groups = []
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p in gradients]
-            lr = group["rest"] * float(group["lr"])
-            decay = lr * group["weight_decay"]
-            whole = [p for p in params if p not in self._partly]
-            if decay and whole:
-                torch._foreach_mul_(whole, 1 - decay)
-            for p in params:
-                if p in self._partly and p.dim() > 1:  # vectors do not decay
-                    p.mul_(torch.where(self._partly[p], 1, 1 - decay))
-            groups.append({**group, "params": params, "lr": lr, "weight_decay": 0.0, "maximize": False})
-        kept = [(p, p.grad) for p in gradients]
-        for p, g in gradients.items():
-            p.grad = g.to(p.dtype)
-        self._others.state, self._others.param_groups = self.state, [{**self._others.defaults, **g} for g in groups]
-        self._others.step()
-        for p, grad in kept:
-            p.grad = grad
 
     def _metric(self, s: Stack, grams: Tensor) -> Metric:
         """Return the metric of a stack at points with these Gram matrices."""
@@ -326,6 +292,42 @@ class QuotientOptimizer(Optimizer):
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
         self._pairs, self._stacks = pairs, stacks
         self._cover()
+
+
+def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> Gradients:
+    """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
+    squares = [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
+    for s in stacks:
+        K_inv = s.metric.inverse_roots
+        squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
+    norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
+    factor = (bound / (norm + 1e-12)).clamp_max(1.0)
+    for s in stacks:
+        torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
+    return {p: g * factor.to(g.device) for p, g in outside.items()}
+
+
+def _step_others(optimizer: QuotientOptimizer, others: Optimizer, partly: Gradients, gradients: Gradients) -> None:
+    """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
+    groups = []
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if p in gradients]
+        lr = group["rest"] * float(group["lr"])
+        decay = lr * group["weight_decay"]
+        whole = [p for p in params if p not in partly]
+        if decay and whole:
+            torch._foreach_mul_(whole, 1 - decay)
+        for p in params:
+            if p in partly and p.dim() > 1:  # vectors do not decay
+                p.mul_(torch.where(partly[p], 1, 1 - decay))
+        groups.append({**group, "params": params, "lr": lr, "weight_decay": 0.0})
+    kept = [(p, p.grad) for p in gradients]
+    for p, g in gradients.items():
+        p.grad = g.to(p.dtype)
+    others.state, others.param_groups = optimizer.state, [{**others.defaults, **g} for g in groups]
+    others.step()
+    for p, grad in kept:
+        p.grad = grad
 
 
 #: The least positive number.
