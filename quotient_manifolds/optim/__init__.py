@@ -64,7 +64,7 @@ def create_quotient_lora_optimizer(
     Raises
     ------
     ValueError
-        There is no trainable adapter, an adapter is unknown, or one of its factors is frozen.
+        There is no trainable adapter, or an adapter is unknown.
 
     Notes
     -----

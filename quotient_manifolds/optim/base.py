@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
-from ..symmetries.certificate import Certification
+from ..symmetries.certificate import Certification, NotASymmetryError
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, trace, wide
@@ -64,7 +64,7 @@ class QuotientOptimizer(Optimizer):
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], **defaults: Any) -> None:
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
-        self._stacks, self._places, self._warned = list[Stack](), list[Places](), False
+        self._stacks, self._places, self._warned = list[Stack](), list[Places](), set[str]()
         self._skipped: Tensor | int = 0
         self._others = self._Others([torch.zeros(1)], lr=0.0)
         super().__init__(params, defaults)
@@ -102,11 +102,10 @@ class QuotientOptimizer(Optimizer):
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         found, given = list(self._pairs), check_pairs(pairs)
         known = {b.key for p in found for b in p.G + p.H}
-        paired = {b.tensor for p in (*found, *given) if p.group is not None for b in p.G + p.H}
         chosen: dict[tuple[Any, ...], list[SymmetricPair]] = {}
         for i, pair in enumerate(given):
             keys = {b.key for b in pair.G + pair.H}
-            group = None if keys & known else group_of(pair, home, paired)
+            group = None if keys & known else group_of(pair, home)
             if group is None:
                 continue
             flipped = orientation(pair)
@@ -187,9 +186,8 @@ class QuotientOptimizer(Optimizer):
                 s.measure(self._metric, double=True)
         if not (stacks or outside) or not self._is_sound(stacks, gradients, outside):
             return
-        if self.certify and any(p.G[0].tensor in gradients for p in self._certification.open):
-            # Adapters that are switched off may never get a gradient, and checking reads from the device.
-            self._certification.see(gradients).check()
+        if self.certify and any(s.steps & (s.steps - 1) == 0 and self._is_open(s) for s in stacks):
+            self._certify(gradients)
         for s in stacks:
             s.steps += 1
             if on_cpu(s.sizes) and s.straight:
@@ -198,9 +196,8 @@ class QuotientOptimizer(Optimizer):
             s.restrict(~crooked)
             if not on_cpu(crooked):
                 self._skipped = self._skipped + crooked.any()
-            elif not self._warned and bool(crooked.any()):
-                self._warned = True
-                warnings.warn(_TOO_LARGE.format(s.name(crooked)), RuntimeWarning, stacklevel=4)
+            elif bool(crooked.any()):
+                self._warn_once("too large", _TOO_LARGE.format(s.name(crooked)))
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
             outside = _clip(float(bound), stacks, outside)
@@ -239,6 +236,30 @@ class QuotientOptimizer(Optimizer):
             return False
         explain(stacks, gradients)
         return False
+
+    def _is_open(self, s: Stack) -> bool:
+        """Return whether a pair of a stack is not certified yet."""
+        return not self._certification.open.isdisjoint(s.pairs.pairs)
+
+    def _certify(self, gradients: Gradients) -> None:
+        """Raise for a pair that is no symmetry of the loss; warn where the gradient may be one at other weights.
+
+        It may if no pair has passed. Pairs of adapters are symmetries by their making. Pairs without a gradient, such
+        as experts without tokens, are looked at again, but not in every step, for that reads from the device.
+        """
+        found = self._certification.see(gradients)
+        try:
+            found.check()
+        except NotASymmetryError as error:
+            wrong = found.failures
+            if len(wrong) < len(found.residuals) and any(p.kind != "lora" for p in wrong):
+                raise
+            self._warn_once("certificate", f"{error}; the steps are taken all the same")
+
+    def _warn_once(self, what: str, words: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(words, RuntimeWarning, stacklevel=5)
 
     def _metric(self, s: Stack, grams: Tensor) -> Metric:
         """Return the metric of a stack at points with these Gram matrices."""

@@ -68,7 +68,7 @@ class QuotientAdam(QuotientOptimizer):
     ------
     ValueError
         An option is out of range; no pair is among the parameters; the parameters of a pair lie in several groups or
-        are incomplete; one factor of a pair is frozen, or both factors lack full rank; parameters are sharded.
+        are incomplete; both factors of a pair lack full rank; parameters are sharded.
 
     Notes
     -----

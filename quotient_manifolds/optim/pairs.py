@@ -63,13 +63,14 @@ class Places:
 
 
 def alone(pairs: Iterable[SymmetricPair], own: Collection[Tensor]) -> list[SymmetricPair]:
-    """List what forms no pair, but has matrices among ``own`` in its module."""
-    found = [(p.model, p) for p in pairs if p.group is None and not p.frozen and p.model is not None]
+    """List what forms no pair, but has matrices among ``own``: in its module, or, where a part is frozen, in itself."""
+    found = [(p.model, p) for p in pairs if p.group is None and p.model is not None]
     modules: dict[tuple[nn.Module, str], nn.Module] = {}
     for model in {model for model, _ in found}:
         plain = plain_names(model)
         modules.update(((model, plain(path)), m) for path, m in model.named_modules())
-    return [p for model, p in found if any(q in own and q.dim() > 1 for q in modules[model, p.module].parameters())]
+    parts = [(p, p.parameters() if p.frozen else modules[model, p.module].parameters()) for model, p in found]
+    return [p for p, tensors in parts if any(t in own and t.dim() > 1 for t in tensors)]
 
 
 def reasons(pairs: Iterable[SymmetricPair]) -> str:
@@ -82,19 +83,11 @@ def reasons(pairs: Iterable[SymmetricPair]) -> str:
     )
 
 
-def group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection[Tensor]) -> int | None:
-    """Return the parameter group of a usable pair; None for pairs that are to be ignored.
-
-    ``home`` maps every parameter to its group, ``paired`` holds the parameters of all usable pairs.
-    """
+def group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
+    """Return the parameter group of a usable pair, given that of every parameter; None for pairs that are ignored."""
     blocks = pair.G + pair.H
     inside = {home[b.tensor] for b in blocks if b.tensor in home}
     if pair.group is None or not inside:
-        if pair.frozen and any(b.tensor in home and b.tensor not in paired for b in blocks):
-            raise ValueError(
-                f"pair {pair.name!r} is half frozen ({pair.reason}), but the quotient needs both factors to move; "
-                "unfreeze it, or train the other half with torch.optim.AdamW"
-            )
         return None
     for b in blocks:
         if b.tensor not in home:
