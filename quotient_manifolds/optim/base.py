@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
@@ -18,7 +18,7 @@ from ..symmetries.certificate import Certification, NotASymmetryError
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, trace, wide
-from .pairs import GONE, Places, alone, group_of, orientation, reasons
+from .pairs import alone, check_places, group_of, orientation, reasons
 from .stack import Stack, explain, restored
 
 Gradients = Mapping[Tensor, Tensor]
@@ -64,7 +64,7 @@ class QuotientOptimizer(Optimizer):
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], **defaults: Any) -> None:
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
-        self._stacks, self._places, self._warned = list[Stack](), list[Places](), set[str]()
+        self._stacks, self._places, self._warned = list[Stack](), dict[nn.Module, dict[str, Tensor]](), set[str]()
         self._skipped: Tensor | int = 0
         self._others = self._Others([torch.zeros(1)], lr=0.0)
         super().__init__(params, defaults)
@@ -83,8 +83,6 @@ class QuotientOptimizer(Optimizer):
         Its ``lr`` holds for all of them; without one, that of the optimiser does, as for the groups it was made with.
         """
         group = {"rest": 1.0 if "lr" in param_group else self.rest, **param_group}
-        if "params" not in group:
-            raise ValueError(f"a parameter group needs the entry 'params', but has {', '.join(param_group) or 'none'}")
         pairs = group.pop("pairs", ())
         check_options({**self.defaults, **group}, self.defaults)
         super().add_param_group(group)
@@ -122,10 +120,10 @@ class QuotientOptimizer(Optimizer):
             for stack in stacks(members):
                 self._stacks.append(Stack(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
         self._cover()
-        for places in self._places:
-            places.check(home)
-        models = dict.fromkeys([*(places.model for places in self._places), *(p.model for p in given)])
-        self._places = [Places(m, home) for m in models if m is not None]
+        check_places(self._places, home)
+        models = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
+        models = [*dict.fromkeys([*self._places, *models])]
+        self._places = {m: {name: p for name, p in m.named_parameters() if p in home} for m in models}
         outside = home.keys() - {b.tensor for p in found for b in p.G + p.H}
         self._alone = alone(given, outside)
         if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
@@ -149,38 +147,25 @@ class QuotientOptimizer(Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         own = {p for group in self.param_groups for p in group["params"]}
-        for places in self._places:
-            places.check(own)
-        for p in self._pairs:
-            if p.model is None and not all(getattr(b.module, b.attribute, None) in own for b in p.G + p.H):
-                raise ValueError(f"parameters of the pair {p.name!r} {GONE}")
+        check_places(self._places, own)
         gradients = {p: p.grad for p in own if p.grad is not None}
-        if sparse := next((p for p, g in gradients.items() if g.is_sparse), None):
-            raise ValueError(
-                f"a parameter of shape {tuple(sparse.shape)} has a sparse gradient, which is not supported; build the "
-                "embedding with sparse=False"
-            )
+        if any(g.is_sparse for g in gradients.values()):
+            raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
         if gradients:
             with torch.autocast(next(iter(own)).device.type, enabled=False):
                 self._step(gradients)
-        for places in () if gradients else self._places:
-            places.warn_of_strangers()
         return loss
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        stacks = [s for s in self._stacks if s.begin(gradients)]
-        outside: Gradients = {p: g for p, g in gradients.items() if p not in self._covered}
-        partly = {p: gradients[p].masked_fill(mask, 0) for p, mask in self._partly.items() if p in gradients}
-        outside = {**outside, **partly}
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
-            outside = {p: g.to(at_least_float32(g.dtype)) / scale.to(g.device) for p, g in outside.items()}
+            gradients = {p: g.to(at_least_float32(g.dtype)) / scale.to(g.device) for p, g in gradients.items()}
+        stacks = [s for s in self._stacks if s.begin(gradients)]
+        outside = {p: g for p, g in gradients.items() if p not in self._covered}
+        outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
         for s in stacks:
-            factor = -1.0 if self.param_groups[s.group]["maximize"] else 1.0
-            if scale is not None or factor < 0:
-                torch._foreach_mul_(s.g, factor if scale is None else factor / scale.to(s.g[0].device))
             s.measure(self._metric, double=not on_cpu(s.sizes) and s.steps % 8 == 0)
             if on_cpu(s.sizes) and not s.straight:
                 s.measure(self._metric, double=True)
@@ -315,7 +300,7 @@ class QuotientOptimizer(Optimizer):
         self._cover()
 
 
-def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> Gradients:
+def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> dict[Tensor, Tensor]:
     """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
     squares = [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
     for s in stacks:
@@ -371,11 +356,8 @@ def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
         "betas must be two numbers in [0, 1)": two and all(is_number(b, 0, 1) for b in betas),
         "eps must be positive (a factor without a gradient is divided by it)": is_number(group.get("eps", 1), _TINY),
         "momentum must be a number in [0, 1)": is_number(group.get("momentum", 0), 0, 1),
-        "nesterov must be True or False": isinstance(group.get("nesterov", False), bool),
-        "maximize must be True or False": isinstance(group["maximize"], bool),
         "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
         "max_grad_norm clips all groups together; pass it to the optimiser, not to a group": bound == common,
-        "nesterov needs a momentum above 0": not group.get("nesterov") or bool(group["momentum"]),
     }
     for words, holds in conditions.items():
         if not holds:

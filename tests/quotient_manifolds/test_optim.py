@@ -468,7 +468,6 @@ def test_every_parameter_group_is_checked():
         ("lr", "fast", "lr must be a number"), ("betas", (2, 3), r"betas must be two numbers in \[0, 1\)"),
         ("betas", 0.9, "betas must be two numbers"), ("eps", -1, "eps must be positive"),
         ("eps", 0, "eps must be positive"), ("weight_decay", float("nan"), "weight_decay must be a number"),
-        ("maximize", 1, "maximize must be True or False"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             QuotientAdam([{"params": trainable(model), name: wrong}], find_symmetric_pairs(model))
@@ -476,25 +475,6 @@ def test_every_parameter_group_is_checked():
             QuotientAdam(trainable(model), find_symmetric_pairs(model), **{name: wrong})
     with pytest.raises(ValueError, match="momentum must be a number in"):
         QuotientSGD([{"params": trainable(model), "momentum": 1.5}], find_symmetric_pairs(model))
-
-
-@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
-def test_maximize_is_minimising_the_negative(kind):
-    ends = []
-    for sign, options in ((1, {"maximize": True}), (-1, {})):
-        torch.manual_seed(0)
-        model = lora(targets=("0",), modules_to_save=["2"])
-        make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
-        optimizer = make(trainable(model), find_symmetric_pairs(model), lr=1e-2, **options)
-        torch.manual_seed(1)
-        x = torch.randn(5, 12)
-        for _ in range(3):
-            optimizer.zero_grad()
-            (sign * model(x).sin().sum()).backward()
-            optimizer.step()
-        ends.append([p.detach().clone() for p in trainable(model)])
-    for one, other in zip(*ends, strict=True):
-        assert torch.allclose(one, other)
 
 
 class NothingCrosses(TorchDispatchMode):
@@ -524,7 +504,7 @@ def on_meta(kind, others=False):
     model.to("meta")
     named = dict(model.named_parameters())
     optimizer.param_groups[0]["params"] = [named[n] for n in order]
-    optimizer._covered, optimizer._places = {named[n]: None for n in covered}, []
+    optimizer._covered, optimizer._places = {named[n]: None for n in covered}, {}
     for p in trainable(model):
         p.grad = torch.empty_like(p)
     return optimizer
@@ -815,6 +795,18 @@ def test_bad_input():
         QuotientAdam(params, find_symmetric_pairs(model))
 
 
+@pytest.mark.parametrize("name", ["pair", "other"])
+def test_sparse_gradients_are_refused(name):
+    """The check failed by itself."""
+    words, (G, H) = nn.Embedding(7, 2, sparse=True), (nn.Parameter(torch.randn(n, 2)) for n in (5, 4))
+    G = words.weight if name == "pair" else G
+    optimizer = QuotientAdam([*dict.fromkeys([G, H, words.weight])], [factor_pair(G, H)])
+    ((G @ H.mT).square().sum() + words(torch.tensor([1])).sum()).backward()
+    words.weight.grad = words.weight.grad.to_sparse()
+    with pytest.raises(ValueError, match="a gradient is sparse, which is not supported"):
+        optimizer.step()
+
+
 def test_groups_and_pairs_given_twice():
     model = lora()
     pairs = find_symmetric_pairs(model)
@@ -841,7 +833,7 @@ def test_half_a_gradient_is_an_error():
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["adam", "muon", "sgd", "nesterov"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pair_without_gradient_stays_as_it_is(kind):
     """Beside another of the same shape, which takes the steps that it would take alone, and joins it later."""
 
@@ -974,7 +966,7 @@ def test_the_number_of_kernels_does_not_grow_with_that_of_adapters(kind, dtype):
             with Kernels() as kernels:
                 optimizer.step()
         counts.append(kernels.count)
-    assert counts[0] == counts[1] <= 150
+    assert counts[0] == counts[1] <= 150, counts
 
 
 @torch.no_grad()
@@ -1003,7 +995,7 @@ def test_scales_that_have_become_different_are_refused():
 
     saved = optimizer().state_dict()
     optimizer().load_state_dict(saved)
-    with pytest.raises(ValueError, match="pairs that had one scale have several now; set lora_alpha"):
+    with pytest.raises(ValueError, match="another model; set ranks, lora_alpha and rslora as they were"):
         optimizer(alpha_pattern={"2": 160}).load_state_dict(saved)
 
 

@@ -768,35 +768,6 @@ def test_a_step_of_merged_adapters_is_refused():
     assert not torch.allclose(model(X), outputs)
 
 
-def test_a_scale_that_has_changed_is_named_once():
-    model = lora()
-    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
-    model.base_model.model[0].set_scale("default", 3.0)
-    with pytest.warns(UserWarning, match="scale of adapter 'default' was 2 .* is 6 now") as warned:
-        train(model, optimizer, 3, schedule=False)
-    assert len(warned) == 1
-    model.base_model.model[0].set_scale("default", 1.0)
-    with pytest.warns(UserWarning, match="was 6 .* is 2 now"):  # also where groups are added in between
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-def test_an_adapter_that_did_not_join_is_named():
-    model = lora()
-    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
-    model.add_adapter("new", CONFIG)
-    model.set_adapter("new")
-    model.double()
-    optimizer.zero_grad()
-    optimizer.step()  # there is no gradient at all, as before the first batch
-    loss_of(model).backward()
-    with pytest.warns(UserWarning, match=r"no parameter of this optimiser has a gradient, but '.*new.*add_param_group"):
-        optimizer.step()
-    new = adapter_pairs(model, ["new"])
-    optimizer.add_param_group({"params": [p for q in new for p in q.parameters()], "pairs": new})
-    losses = train(model, optimizer, 5, schedule=False)
-    assert losses[-1] < losses[0]
-
-
 def compiled(model):
     return torch.compile(model, backend="eager")  # importing the default one warns with some versions of torch
 
