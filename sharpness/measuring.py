@@ -1,4 +1,4 @@
-"""The loop of every measurement: the space that the first batch helps to find, and the loss of each batch in it."""
+"""What every measurement does before its loop: the space that the first batch helps to find, and a batch's loss in it."""
 
 from __future__ import annotations
 

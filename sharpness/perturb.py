@@ -1,4 +1,4 @@
-"""Temporarily moved weights, and gradients there: the only file that changes a model."""
+"""Temporarily moved weights, and gradients there: only this file and, for shards, :mod:`.sharded` move a model."""
 
 from __future__ import annotations
 

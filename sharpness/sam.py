@@ -147,7 +147,7 @@ class GeodesicSAM(Optimizer):
         self._dropped = dropped.intersection(self._parameters)  # these are written by no block
         self._copies: dict[Tensor, Tensor] = {}  # kept: to allocate memory costs more than the arithmetic
         self._count, self._pending = 0, False
-        if isinstance(base_optimizer, QuotientOptimizer) and measure.divides:
+        if isinstance(base_optimizer, QuotientOptimizer):
             base_optimizer.certify = False  # its gradients will belong to other weights
 
     def __getattr__(self, name: str) -> Any:

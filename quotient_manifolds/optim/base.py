@@ -149,7 +149,7 @@ class QuotientOptimizer(Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        own = {p for group in self.param_groups for p in group["params"]}
+        own = {p: None for group in self.param_groups for p in group["params"]}  # in this order
         for places in self._places:
             places.check(own)
         for p in self._pairs:
