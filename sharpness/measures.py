@@ -106,6 +106,11 @@ class Measure:
         """Whether pairs are taken modulo their symmetry."""
         return self.pair_metric is not None and self.symmetry != "none"
 
+    @property
+    def takes_points(self) -> bool:
+        """Whether every ``geoopt.ManifoldParameter`` moves along its manifold, in the metric that it states."""
+        return self.pair_metric is not None and self.form == "own"
+
 
 #: The measures by name.
 MEASURES: dict[str, Measure] = {
@@ -299,7 +304,8 @@ class PairBlock:
         It has the attributes and methods of :class:`quotient_manifolds.GLTangentSpace` that are used here: ``x``,
         ``retr``, ``coordinates``, ``from_coordinates``, ``dual_coordinates``, ``project_coordinates`` and ``random``.
         """
-        return GLTangentSpace(METRICS[str(self.measure.pair_metric)], gauge, x, tolerance=self._tolerance)
+        metric = METRICS[str(self.stack.metric or self.measure.pair_metric)]
+        return GLTangentSpace(metric, gauge, x, tolerance=self._tolerance)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all pairs."""
@@ -389,7 +395,3 @@ class PairBlock:
         if self.measure.geodesic != "exact":
             return 0
         return int(self.tangent.exit_time(self._vector(c)).isfinite().sum())
-
-
-#: A block of either kind.
-Block = ElementwiseBlock | PairBlock

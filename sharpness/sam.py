@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from quotient_manifolds.linalg import as_count, at_least_float32
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.blocks import real_view
 from quotient_manifolds.symmetries.certificate import Certification
 
-from .building import build_blocks, divide, trainable, warn_of_unknown
-from .measures import Block, ElementwiseBlock, Measure, PairBlock, get_measure
+from .building import Block, build_blocks, divide, trainable, warn_of_unknown
+from .measures import ElementwiseBlock, Measure, PairBlock, get_measure
+from .points import check_points
 
 #: The optimisers that may have moved a model. Its hooks look here, so that a copy of the model has no optimiser.
 _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GeodesicSAM]] = weakref.WeakKeyDictionary()
@@ -54,6 +56,7 @@ def _build(
         raise ValueError(
             f"{type(base).__name__} trains no parameter of this {type(model).__name__}; make it from model.parameters()"
         )
+    check_points(measure, parameters)
     for name, p in parameters.items():
         if p.dtype != at_least_float32(p.dtype):
             raise ValueError(
@@ -63,7 +66,7 @@ def _build(
     if pairs is None and measure.divides:
         warn_of_unknown(model)
     division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
-    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype, division)
+    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype.to_real(), division)
     if measure.pair_block is not None:
         raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
     return list(parameters.values()), blocks
@@ -82,6 +85,11 @@ def _moved(
         elif isinstance(block, ElementwiseBlock):
             block.refresh()
             steps.append(copies[block.parameter].contiguous().view(-1))  # the copy itself, if it may be
+            block.pull_back_(steps[-1], gradients, None)
+            squares.append(torch.linalg.vector_norm(steps[-1]).square())
+        else:
+            block.refresh()
+            steps.append(real_view(copies[block.parameter]).new_empty(block.dim))
             block.pull_back_(steps[-1], gradients, None)
             squares.append(torch.linalg.vector_norm(steps[-1]).square())
     norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())

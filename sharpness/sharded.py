@@ -17,10 +17,10 @@ from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import State, canonical_form
 from quotient_manifolds.tangent import draw_gaussians
 
-from .building import build_blocks, divide, with_constants
+from .building import Block, build_blocks, divide, with_constants
 from .direction import Direction
 from .distributed import World, check_sharded, reshard, twin_of
-from .measures import Block, ElementwiseBlock, Measure
+from .measures import ElementwiseBlock, Measure
 from .perturb import Gradients, pointing_to
 from .shares import Places
 from .space import WeightSpace

@@ -16,11 +16,12 @@ from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certificat
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .ascent import norm
-from .building import build_blocks, divide, trainable
+from .building import Block, build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
-from .measures import Block, Measure, PairBlock
+from .measures import Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
+from .points import check_points
 from .shares import Places
 
 
@@ -92,7 +93,7 @@ class WeightSpace:
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
     dim : int
         Number of coordinates.
-    blocks : list of ElementwiseBlock or PairBlock
+    blocks : list of ElementwiseBlock, PairBlock or PointBlock
         Squared norms add up over them.
     model_device : torch.device
         That of the weights, to which batches belong.
@@ -144,10 +145,11 @@ class WeightSpace:
         self.world = self.examples = World()
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model, only))
+        check_points(measure, self.parameters)
         moving = list(self.parameters.values())
         self._offload, self.model_device = offload, moving[0].device
         self.device = torch.device("cpu") if offload else self.model_device
-        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in moving), torch.float32)
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
         self.above_base = stands_on_narrow_base(model, moving)
         #: Whether the whole half-precision model is in float32 while attached.
         self.in_float32 = becomes_float32(model, moving)

@@ -102,13 +102,18 @@ def random_elements(x: Tensor, condition: float, generator: torch.Generator) -> 
     return ((U * (condition**exponent).unsqueeze(-2)) @ V.mH).to(x.device)
 
 
+def real_view(t: Tensor) -> Tensor:
+    """View complex numbers as two real ones, (…, 2); return real tensors unchanged."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
 @dataclass(frozen=True)
 class Block:
     """A strided view of a parameter, as some rows of a stack with h columns; :func:`block` makes one.
 
     The parameter is looked up at every use, so the block follows when it is replaced (``load_state_dict(assign=True)``,
-    wrappers). The view is given in elements of the contiguous parameter of that shape; ``size`` is (rows, h), or (rows,
-    h, 2) for complex columns.
+    wrappers). The view is given in real elements of the contiguous parameter of that shape; ``size`` is (rows, h), or
+    (rows, h, 2) for complex columns.
     """
 
     module: nn.Module = field(repr=False)
@@ -150,12 +155,14 @@ class Block:
     @classmethod
     def from_view(cls, module: nn.Module, attribute: str, view: Callable[[Tensor], Tensor]) -> Block:
         """Describe a view of a contiguous tensor of the parameter's shape, such as ``lambda w: w[:2].T``."""
-        shape = tuple(getattr(module, attribute).shape)
-        part = view(torch.empty(shape, device="meta"))
+        whole: Tensor = getattr(module, attribute)
+        shape = tuple(whole.shape)
+        part = view(torch.empty(shape, dtype=torch.complex64 if whole.is_complex() else None, device="meta"))
         return cls(module, attribute, shape, int(part.storage_offset()), tuple(part.shape), tuple(part.stride()))
 
     def of(self, whole: Tensor) -> Tensor:
         """View the block in a contiguous tensor of the parameter's shape."""
+        whole = real_view(whole)
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
     def replaced(self, whole: Tensor, rows: Tensor) -> Tensor:
@@ -234,7 +241,7 @@ def block(
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """Blocks of consecutive points at equal distances in one parameter: one view with a batch dimension."""
 
     first: Block
@@ -245,10 +252,11 @@ class _Run:
 
     def view(self, tensor: Tensor) -> Tensor:
         """View the blocks in a contiguous tensor of the parameter's shape: (count, rows, h) or (count, rows, h, 2)."""
+        tensor = real_view(tensor)
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.first.offset)
 
 
-def _runs_of(column: Sequence[Block], row: int) -> Iterator[_Run]:
+def _runs_of(column: Sequence[Block], row: int) -> Iterator[Run]:
     """Join the blocks that lie in the same rows of consecutive points."""
     ids = [id(b.tensor) for b in column]
     start = 0
@@ -263,7 +271,7 @@ def _runs_of(column: Sequence[Block], row: int) -> Iterator[_Run]:
                 break
             step, stop = gap, stop + 1
         rows, count = slice(row, row + b.rows), stop - start
-        yield _Run(b, slice(start, stop), rows, (count, *b.size), (step, *b.stride))
+        yield Run(b, slice(start, stop), rows, (count, *b.size), (step, *b.stride))
         start = stop
 
 
@@ -271,7 +279,7 @@ class BlockStack:
     """The rows of several points, each a list of blocks of the same sizes: read and written as few strided views."""
 
     def __init__(self, points: Sequence[Sequence[Block]]) -> None:
-        self.runs: list[_Run] = []
+        self.runs: list[Run] = []
         row = 0
         for column in zip(*points, strict=True):
             self.runs.extend(_runs_of(column, row))
@@ -285,9 +293,9 @@ class BlockStack:
             p = run.first.tensor
             source = p if tensors is None else tensors.get(p)
             if source is None:
-                view = p.new_zeros(run.size)
+                view = real_view(p).new_zeros(run.size)
             else:
-                whole = source.contiguous()
+                whole = real_view(source.contiguous())
                 view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
             columns.setdefault(run.rows.start, []).append(view)
         return list(columns.values())
@@ -315,7 +323,6 @@ class BlockStack:
         for run in self.runs:
             target = run.first.tensor if tensors is None else tensors[run.first.tensor]
             whole = target.contiguous()
-            view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
-            view.copy_(rows[run.points, run.rows])
+            run.view(whole).copy_(rows[run.points, run.rows])
             if whole is not target:
                 target.copy_(whole)
