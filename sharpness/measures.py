@@ -1,9 +1,9 @@
 r"""Measures: a metric on all weights of a model and a retraction; and the blocks of weights that compute them.
 
 A tangent vector is stored in *coordinates in which the metric is the identity*, so norms and inner products are plain
-sums, and the ball is a Euclidean ball. A block has the weights of one parameter (:class:`ElementwiseBlock`), or a stack
-of symmetric pairs (:class:`PairBlock`). For another metric or motion of pairs, derive from :class:`PairBlock`, and name
-the class as the ``pair_block`` of a subclass of :class:`Measure`.
+sums, and the ball is a Euclidean ball. A block has the weights of one parameter (:class:`ElementwiseBlock`; a point of
+a manifold: :mod:`sharpness.points`), or a stack of symmetric pairs (:class:`PairBlock`). For another metric or motion
+of pairs, derive from :class:`PairBlock`, and name the class as the ``pair_block`` of a subclass of :class:`Measure`.
 """
 
 from __future__ import annotations

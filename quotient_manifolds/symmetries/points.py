@@ -37,6 +37,11 @@ class Point:
     def parameter(self) -> Tensor:
         """The parameter."""
         found: Tensor = getattr(self.root, self.name)
+        if isinstance(found, nn.Parameter) and not isinstance(found, ManifoldParameter):
+            raise ValueError(
+                f"{self.name!r} has been replaced by a plain parameter (load_state_dict(assign=True), to_empty, FSDP), "
+                "which no optimiser keeps on the manifold; load without assign, or call plain_parameters_ before"
+            )
         return found
 
     def rows(self, pairs: slice) -> Tensor:
