@@ -1,12 +1,21 @@
 """Examples in docstrings run as a user's do: in single precision, whatever ran before; seeded."""
 
+import atexit
 import gc
 
 import pytest
 
 #: Tests that wait for processes forked from one that has imported everything: there is one such for all of them, and
 #: they begin first, so that others use the cores in the meantime (pytest-xdist's --dist loadgroup; a file is a group).
-FORKING = ("test_second_device.py", "test_study_run.py", "test_sharded.py", "test_distributed.py")
+FORKING = ("test_second_device.py", "test_study_run.py", "test_sharded.py", "test_distributed.py", "test_plots.py")
+
+#: The longest of the other files, which begin next: one that began last would keep all but one core idle.
+LONG = (
+    "test_docs.py", "test_manifolds.py", "test_logarithm.py", "test_building.py", "test_examples.py",
+    "test_generalization.py", "test_nullity.py", "test_evaluation.py", "test_geodesics.py", "test_models.py",
+    "test_registry.py", "test_optim.py", "test_fuzz.py",
+)  # fmt: skip
+ORDER = {name: i - len(FORKING + LONG) for i, name in enumerate(FORKING + LONG)}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -15,18 +24,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         file = item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group("forking" if item.path.name in FORKING else file))
-    items.sort(key=lambda item: item.path.name not in FORKING)
+    items.sort(key=lambda item: ORDER.get(item.path.name, 0))
 
 
 def pytest_collection_finish():
     """Exempt imported modules from garbage collection, which would otherwise traverse them again and again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish():
-    """Let libraries clean up."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # let libraries clean up, after pytest's own collections
 
 
 @pytest.fixture(autouse=True)

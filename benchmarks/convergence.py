@@ -43,10 +43,11 @@ def curve(options: argparse.Namespace, measure: str, rho: float) -> list[dict[st
     rows = []
     for b in result.batches:
         best = np.maximum.accumulate(np.array(b.history)) - b.base_loss
+        increase = None if b.worst_error is None else b.worst_error - b.base_error
         rows.append(
             {
                 "measure": measure, "rho": rho, "batch": b.batch, "base_loss": b.base_loss, "sharpness": b.value,
-                "passes": b.passes, "error_increase": b.error_increase,
+                "passes": b.passes, "error_increase": increase,
                 "best_by_step": {s: round(float(best[min(s, len(best) - 1)]), 6) for s in STEPS},
                 "best": [round(float(v), 6) for v in best], "seconds": round(b.seconds, 1),
             }

@@ -41,13 +41,13 @@ from reproduction.study import (
     rows_of,
     table,
 )
-from reproduction.tables import formatted, write_rows
+from reproduction.tables import formatted, read_table, write_rows
 from reproduction.zoo import KINDS
 from sharpness import MEASURES as KNOWN
 from sharpness import Measure
 from sharpness.data import DataChoice
 from sharpness.files import write_json
-from sharpness.study import plot_sweep, read_config, read_results, read_rows, run_sweep, targets
+from sharpness.study import plot_sweep, read_config, read_rows, run_sweep, targets
 from sharpness.study.results import Row, label
 
 DOCS = RESULTS.parent.parent / "docs"
@@ -90,7 +90,7 @@ def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
     return {"vision": base, "vision_ablations": part | ablated}
 
 
-def measure(out: Path, shard: tuple[int, int]) -> None:
+def measure(out: Path, shard: str) -> None:
     """Run all sweeps of the pilot and write its tables."""
     for name, config in sweeps(out / "collection").items():
         path = out / "collection" / f"{name}.json"
@@ -125,7 +125,7 @@ def accounts_of(kind: str) -> list[dict[str, Any]]:
 def add_rows(path: Path, rows: Sequence[Row]) -> None:
     """Add rows to a table, in place of those of the same models."""
     names = {r["checkpoint"] for r in rows}
-    before = read_results(path) if path.is_file() else []
+    before = read_table(path) if path.is_file() else []
     write_rows(path, sorted([*(r for r in before if r["checkpoint"] not in names), *rows], key=by_number))
 
 
@@ -139,14 +139,14 @@ def by_number(row: Row) -> int:
 
 def ablations() -> list[Row]:
     """Rows of the pilot's ablations with its fits."""
-    fits = [r for r in read_results(RESULTS / "vision.csv") if r["kind"] == "fit"]
-    return [*fits, *read_results(RESULTS / "vision_ablations.csv")]
+    fits = [r for r in read_table(RESULTS / "vision.csv") if r["kind"] == "fit"]
+    return [*fits, *read_table(RESULTS / "vision_ablations.csv")]
 
 
 def changes() -> str:
     """How much each switch changes the sharpness, and the order of the models."""
     table: dict[str, dict[str, float]] = {}
-    for r in read_results(RESULTS / "vision_ablations.csv"):
+    for r in read_table(RESULTS / "vision_ablations.csv"):
         table.setdefault(label(r["measure"], r["ablation"]), {})[r["checkpoint"]] = r["sharpness"]
     names = list(table)
     base = table["geodesic-inv"]
@@ -166,7 +166,7 @@ def changes() -> str:
 def zoos() -> tuple[dict[str, list[Row]], ...]:
     """Rows of the zoos of which every model was measured, by name; and with the shifted data as test data."""
     own, shift = (
-        {kind: list(read_results(path)) for kind in KINDS if (path := RESULTS / f"zoo_{kind}{part}.csv").is_file()}
+        {kind: list(read_table(path)) for kind in KINDS if (path := RESULTS / f"zoo_{kind}{part}.csv").is_file()}
         for part in ("", "_shift")
     )
     own = {kind: rows for kind, rows in own.items() if trained(kind, rows) >= KINDS[kind][0]}
@@ -208,7 +208,7 @@ def report(docs: Path = DOCS) -> None:
     tables, images = docs / "tables", docs / "images"
     for folder in (tables, images):
         folder.mkdir(parents=True, exist_ok=True)
-    rows = read_results(RESULTS / "vision.csv")
+    rows = read_table(RESULTS / "vision.csv")
     for target in ("gap", "test-error"):
         (tables / f"vision_{target}.md").write_text(formatted(compare(rows, target)), encoding="utf-8")
     others = [r for r in compare(ablations()) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
@@ -238,7 +238,7 @@ def report(docs: Path = DOCS) -> None:
             parts[f"{target}_distance"] = table(apart[target], GIVEN)
             plot_radius(rankings, target, images / f"zoos_radius_{target}.png")
         if "minilm" in own:
-            seen = {r["checkpoint"] for r in read_results(RESULTS / "agreement_minilm.csv")}
+            seen = {r["checkpoint"] for r in read_table(RESULTS / "agreement_minilm.csv")}
             parts["hypothesis"] = hypothesis(own["minilm"], seen)
         squared = judged(own, "test-loss", quadratic=True, given=GIVEN)
         parts["test-loss_distance_squared"] = table(squared, GIVEN)
@@ -268,17 +268,21 @@ def main() -> None:
         gather(options.kind, options.zoo)
         return
     torch.set_num_threads(1)
-    first, _, last = options.shard.partition("/")
-    shard = int(first), int(last)
     options.out.mkdir(parents=True, exist_ok=True)
     collection = options.out / "collection"
     data = DataChoice(str(options.images / "train"), num_examples=2000, subset_seed=0)
     test = replace(data, source=str(options.images / "test"), num_examples=None, subset_seed=None)
     model = "reproduction.vision:vit_cifar10"
     train_collection(
-        model, data, collection, checkpoint=str(options.weights), models=options.models, test=test, shard=shard
+        model,
+        data,
+        collection,
+        checkpoint=str(options.weights),
+        models=options.models,
+        test=test,
+        shard=options.shard,
     )
-    measure(options.out, shard)
+    measure(options.out, options.shard)
 
 
 if __name__ == "__main__":

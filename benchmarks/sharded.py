@@ -19,16 +19,30 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _common import write
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sharpness
-from sharpness.distributed import shard_
 
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 8},
     "300M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "num_attention_heads": 16},
     "1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
 }
+
+
+def shard_(model: nn.Module, device: torch.device) -> None:
+    """Shard a model over all processes: each layer of its outermost lists of layers, and the rest."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    inside: set[nn.Module] = set()
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList) and layers not in inside:
+            inside.update(layers.modules())
+            for layer in layers:
+                fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def one(options: argparse.Namespace) -> None:
@@ -72,11 +86,11 @@ def one(options: argparse.Namespace) -> None:
         begin = time.perf_counter()
         result = sharpness.evaluate(
             model, [batch], measure=options.measure, rho=0.05, steps=options.steps, relative_tol=0.0, progress=False,
-            group=dist.group.WORLD,
         )  # fmt: skip
         found |= {"seconds": time.perf_counter() - begin, "passes": result.batches[0].passes, "value": float(result)}
         found |= {"job_seconds": result.batches[0].seconds}
     print(json.dumps(found | {"peak": peak(device)}), flush=True)
+    time.sleep(0.1)  # as in sharpness.distributed.torchrun
     dist.destroy_process_group()
 
 

@@ -16,21 +16,8 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _DisableAutocast
 from torch.autograd import forward_ad
 
-from .linalg import (
-    C,
-    as_shape,
-    check_dtype,
-    check_finite,
-    check_same,
-    check_tensors,
-    check_vector,
-    exposed,
-    finite,
-    holds,
-    in_own_precision,
-    pack,
-    root,
-)
+from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector
+from .linalg import C, finite, holds, in_own_precision, pack, root
 
 #: The operations of manifolds whose results are numbers; those that call another one are not looked at twice.
 _OPERATIONS = {
@@ -210,24 +197,22 @@ class QuotientManifold(geoopt.Manifold):
         """
         return self._vector_space(x, x)
 
-    def _checked_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
-        self._assert_check_shape(x.shape, "x")
-        check_dtype(self, x, self._complex_allowed)
-        return self._tangent_space(x, differentiable)
-
     def _vector_space(self, x: Tensor, u: Tensor, name: str = "u") -> TangentSpace:
         """Return the tangent space at x for a vector that fits: the last one, if x lives and has not changed since."""
         check_vector(self, x, u, name)
         by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
-        if by_transform or (x.requires_grad and torch.is_grad_enabled()):
-            return self._checked_space(x, True)
+        differentiable = by_transform or (x.requires_grad and torch.is_grad_enabled())
         last = self._last  # another thread may replace it
-        if last is not None:
+        if last is not None and not differentiable:
             reference, copy, space = last
             if reference() is x and x.dtype == copy.dtype and x.device == copy.device and torch.equal(x, copy):
                 return space
+        self._assert_check_shape(x.shape, "x")
+        check_dtype(self, x, self._complex_allowed)
+        if differentiable:
+            return self._tangent_space(x, True)
         copy = x.detach().clone()
-        space = self._checked_space(copy, False)
+        space = self._tangent_space(copy, False)
         if not torch.is_inference_mode_enabled():
             forget = functools.partial(self.__dict__.pop, "_last")  # called with the reference, pop's default
             self.__dict__["_last"] = weakref.ref(x, forget), copy, space
@@ -291,8 +276,7 @@ class QuotientManifold(geoopt.Manifold):
         ValueError
             For NaN, infinite entries or a dtype without linear algebra.
         """
-        check_tensors(self, x=x)
-        self._assert_check_shape(x.shape, "x")
+        self.unpack_tensor(x)  # the checks
         QuotientManifold._check_point(self, x)
         return self._projx(x)
 
@@ -311,14 +295,11 @@ class QuotientManifold(geoopt.Manifold):
             The number of factors or their rows do not fit, or the factors differ in dtype or device.
         """
         check_tensors(self, **{f"factor {i}": t for i, t in enumerate(tensors, 1)})
-        rows = self.row_split()
-        shapes = [tuple(t.shape) for t in tensors]
-        if len(tensors) != len(rows) or any(len(s) < 2 or s[-2] != r for s, r in zip(shapes, rows, strict=True)):
-            raise ValueError(f"{self} packs {len(rows)} factors with {rows} rows, but got shapes {shapes}")
-        for other in tensors[1:]:
-            check_same(self, tensors[0], other, "first factor", "second factor")
-        if len({s[-1] for s in shapes}) > 1:
-            raise ValueError(f"{self}: the factors need the same number of columns, but have shapes {shapes}")
+        rows, shapes = self.row_split(), [tuple(t.shape) for t in tensors]
+        if [s[-2] for s in shapes if len(s) > 1] != rows or len({s[-1] for s in shapes}) > 1:
+            raise ValueError(
+                f"{self} packs {len(rows)} factors with {rows} rows and the same number of columns, not shapes {shapes}"
+            )
         return pack(*tensors)
 
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -332,12 +313,11 @@ class QuotientManifold(geoopt.Manifold):
 
         dtype, device and further arguments (such as ``generator``) are those of :func:`torch.randn`.
         """
-        shape = as_shape(size)
-        self._assert_check_shape(shape, "x")
-        return self._as_point(torch.randn(shape, dtype=dtype, device=device, **kwargs))
+        return self._as_point(torch.randn(as_shape(size), dtype=dtype, device=device, **kwargs))
 
     def _as_point(self, x: Tensor) -> Tensor:
         """Return a tensor that knows its manifold, as geoopt's own manifolds do."""
+        self._assert_check_shape(x.shape, "x")
         return geoopt.ManifoldTensor(x, manifold=self, requires_grad=x.requires_grad)
 
     def _check_point(self, x: Tensor) -> None:
@@ -350,6 +330,7 @@ class QuotientManifold(geoopt.Manifold):
             )
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        check_tensors(self, x=x)
         try:
             self._check_point(x.detach())
         except ValueError as error:
@@ -360,13 +341,7 @@ class QuotientManifold(geoopt.Manifold):
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
         space = self._vector_space(x, u)
-        check_finite(self, u, "u")
-        off = space.norm(u - space.proju(u))
-        bound = atol + rtol * space.norm(u)
-        if holds(off <= bound):
-            return True, None
-        longest = exposed(off).max().item()
-        return False, (
-            f"the vector is not horizontal: its vertical part has norm {longest:.3g} in the metric, more "
-            f"than atol = {atol}, rtol = {rtol} allow; use proju"
-        )
+        check_finite(self, u)
+        off, length = space.norm(u - space.proju(u)), space.norm(u)
+        horizontal = holds(off <= atol + rtol * length)
+        return horizontal, None if horizontal else "the vector is not horizontal in the metric; use proju"

@@ -91,6 +91,7 @@ class ModelDistance:
         return modules, found
 
 
+@torch.no_grad()
 def model_distance(
     one: nn.Module,
     other: nn.Module,
@@ -141,21 +142,18 @@ def model_distance(
     if metric not in ("inv", "mix") or match not in ("none", "heads"):
         raise ValueError(f'metric must be "inv" or "mix", match "none" or "heads", got {metric!r} and {match!r}')
     first, second, skipped = _comparable(pairs or [find_symmetric_pairs(m, include_frozen=True) for m in (one, other)])
-    partner = {id(p): q for p, q in zip(first, second, strict=True)}
     if match == "heads":
-        _match_heads_(partner, first)
-    found: dict[int, PairDistance] = {}
-    with torch.no_grad():
-        for stack in stacks(first):
-            x, y = (_scaled_points(side) for side in (stack.pairs, [partner[id(p)] for p in stack.pairs]))
-            y = y.to(x.device)
-            sound = _full_rank(x, stack.n) & _full_rank(y, stack.n)
-            d = x.new_full(sound.shape, torch.nan, dtype=torch.float64)
-            d[sound] = stack.manifold(metric).dist(in_double(x[sound]), in_double(y[sound]), on_error="nan")
-            # A diagonal group: every column is a separate pair.
-            total = d.reshape(len(stack), -1).square().sum(1).sqrt().tolist()
-            for p, distance in zip(stack.pairs, total, strict=True):
-                found[id(p)] = PairDistance(p.name, p.module, p.kind, p.head, partner[id(p)].head, distance)
+        second = _matched(first, second)
+    partner, found = dict(zip(map(id, first), second, strict=True)), dict[int, PairDistance]()
+    for stack in stacks(first):
+        x, y = (_scaled_points(side) for side in (stack.pairs, [partner[id(p)] for p in stack.pairs]))
+        y = y.to(x.device)
+        sound = _full_rank(x, stack.n) & _full_rank(y, stack.n)
+        d = x.new_full(sound.shape, torch.nan, dtype=torch.float64)
+        d[sound] = stack.manifold(metric).dist(in_double(x[sound]), in_double(y[sound]), on_error="nan")
+        # A diagonal group: every column is a separate pair.
+        for p, distance in zip(stack.pairs, d.reshape(len(stack), -1).norm(dim=1).tolist(), strict=True):
+            found[id(p)] = PairDistance(p.name, p.module, p.kind, p.head, partner[id(p)].head, distance)
     distances = tuple(found[id(p)] for p in first)
     lost = "no geodesic was found, or a factor lacks full column rank in one of the models (as LoRA's B = 0)"
     return ModelDistance(metric, distances, skipped | {d.name: lost for d in distances if math.isnan(d.distance)})
@@ -190,32 +188,32 @@ def _scaled_points(pairs: Sequence[SymmetricPair]) -> Tensor:
 
 
 def _full_rank(x: Tensor, n: int) -> Tensor:
-    """Return for each point whether both factors have full column rank; (…)."""
+    """Return for each point whether it is finite and both factors have full column rank; (…)."""
+    finite, x = x.isfinite().all(-1).all(-1), x.nan_to_num(0, 0, 0)
     G, H = x[..., :n, :], x[..., n:, :]
-    return (column_rank_ratio(G) > rank_tolerance(G)) & (column_rank_ratio(H) > rank_tolerance(H))
+    return finite & (column_rank_ratio(G) > rank_tolerance(G)) & (column_rank_ratio(H) > rank_tolerance(H))
 
 
-def _match_heads_(partner: dict[int, SymmetricPair], pairs: Sequence[SymmetricPair]) -> None:
-    """Assign the heads of every module anew: to each pair of the first model one of the second, of the same kind."""
+def _matched(first: list[SymmetricPair], second: list[SymmetricPair]) -> list[SymmetricPair]:
+    """Sort the pairs of the second model: in every module its heads are assigned to those of the first."""
     from scipy.optimize import linear_sum_assignment  # slow to import
 
-    by_head: dict[str, dict[int | None, list[SymmetricPair]]] = {}
-    for p in pairs:
-        by_head.setdefault(p.module, {}).setdefault(p.head, []).append(p)
-    for heads in map(list[list[SymmetricPair]], (found.values() for found in by_head.values())):
-        kinds = [[(p.kind, p.part, p.n, p.m) for p in head] for head in heads]
-        if any(k != kinds[0] for k in kinds):
+    matched, by_head = list(second), dict[str, dict[int | None, list[int]]]()
+    for i, p in enumerate(first):
+        by_head.setdefault(p.module, {}).setdefault(p.head, []).append(i)
+    for heads in ([*found.values()] for found in by_head.values()):
+        if len({tuple((first[i].kind, first[i].part, first[i].n, first[i].m) for i in head) for head in heads}) > 1:
             continue
         cost = torch.zeros(len(heads), len(heads), dtype=torch.float64)
         for alike in zip(*heads, strict=True):
-            X, Y = (in_double(_scaled_points(side)) for side in (alike, [partner[id(p)] for p in alike]))
-            n = alike[0].n
-            inner = _products(X, Y, n)
-            a, b = _products(X, X, n).diagonal(), _products(Y, Y, n).diagonal()
-            cost += (a[:, None] + b - 2 * inner) / (a[:, None] * b).sqrt().clamp_min(1e-300)
-        given = [[partner[id(p)] for p in head] for head in heads]
+            X, Y = (in_double(_scaled_points([side[i] for i in alike])) for side in (first, second))
+            a, b, inner = (_products(*both, first[alike[0]].n) for both in ((X, X), (Y, Y), (X, Y)))
+            a, b = a.diagonal()[:, None], b.diagonal()
+            cost += (a + b - 2 * inner) / (a * b).sqrt().clamp_min(1e-300)
         for i, j in zip(*linear_sum_assignment(cost.numpy()), strict=True):
-            partner.update((id(p), q) for p, q in zip(heads[i], given[j], strict=True))
+            for at, other in zip(heads[i], heads[j], strict=True):
+                matched[at] = second[other]
+    return matched
 
 
 def _products(X: Tensor, Y: Tensor, n: int) -> Tensor:
@@ -288,11 +286,9 @@ def average_lora_(
     if any(into in layer.merged_adapters for layer, *_ in lora_layers(model)):
         raise ValueError(f"adapter {into!r} is merged into the base weights; unmerge it first")
     found = {name: _by_layer(model, name) for name in (*names, into)}
-    for name in names:
-        for one, other in ((name, into), (into, name)):
-            lacking = found[one].keys() - found[other].keys()
-            if lacking:
-                raise ValueError(f"adapter {one!r} has the layer {min(lacking)}, which {other!r} lacks")
+    for one, other in ((a, b) for name in names for a, b in ((name, into), (into, name))):
+        if lacking := found[one].keys() - found[other].keys():
+            raise ValueError(f"adapter {one!r} has the layer {min(lacking)}, which {other!r} lacks")
     given = torch.as_tensor([1.0] * len(names) if weights is None else weights, dtype=torch.float64)
     means = []
     for stack in stacks(found[into].values()):
@@ -346,8 +342,7 @@ def _checked_points(pairs: Sequence[SymmetricPair], like: Sequence[SymmetricPair
                 f"adapters of {own.module} differ in rank: {p.part!r} has {p.group}, {own.part!r} {own.group}"
             )
     x = _scaled_points(pairs)
-    sound = x.isfinite().flatten(1).all(1) & _full_rank(x.nan_to_num(0, 0, 0), pairs[0].n)
-    for p, is_sound in zip(pairs, sound.tolist(), strict=True):
+    for p, is_sound in zip(pairs, _full_rank(x, pairs[0].n).tolist(), strict=True):
         if not is_sound:
             raise ValueError(
                 f"the product of adapter {p.part!r} in {p.module} lacks full rank, as at B = 0, or is not finite, so "

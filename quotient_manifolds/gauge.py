@@ -7,19 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import (
-    as_count,
-    check_dtype,
-    check_same,
-    check_tensors,
-    finite,
-    holds,
-    largest,
-    own_precision,
-    pack,
-    power_of_two,
-    row_power,
-)
+from .checks import check_dtype, check_tensors
+from .linalg import as_count, finite, holds, largest, own_precision, pack, power_of_two
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0
@@ -78,25 +67,10 @@ class Gauge:
         """Second factor of the canonical representative, V̂ Σ^{1/2}, a view."""
         return self.x[..., self.n :, :]
 
-    @property
-    def U(self) -> Tensor:
-        """Û, (…, n, h), orthonormal columns; 0 for those that belong to σ_i = 0."""
-        return self.G * row_power(self.sigma, self.sigma > 0, -0.5)
-
-    @property
-    def V(self) -> Tensor:
-        """V̂, (…, m, h), orthonormal columns; 0 for those that belong to σ_i = 0."""
-        return self.H * row_power(self.sigma, self.sigma > 0, -0.5)
-
     def present(self, tolerance: float | None = None) -> Tensor:
         """Tell which directions are present: σ_i above ``tolerance`` σ_1, by default above rounding error; (…, h)."""
         tolerance = RANK_TOLERANCE * torch.finfo(self.sigma.dtype).eps if tolerance is None else tolerance
         return self.sigma > tolerance * self.sigma[..., :1]
-
-    def at_canonical(self) -> Gauge:
-        """Return the gauge of the canonical representative itself, whose group element is 1."""
-        eye = torch.eye(self.x.shape[-1], dtype=self.x.dtype, device=self.x.device).expand(self.A.shape)
-        return Gauge(self.x, self.n, self.sigma, eye, eye)
 
     def times(self, unit: Tensor) -> Gauge:
         """Return the gauge of the point times a number, (…, 1, 1)."""
@@ -146,14 +120,16 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     >>> torch.allclose(one.x, other.x, atol=1e-5)
     True
     """
-    check_tensors("a pair", G=G, H=H)
-    check_same("a pair", G, H, "G", "H")
-    check_dtype("a pair", G)
-    if min(G.dim(), H.dim()) < 2 or G.shape[-1] != H.shape[-1] or G.shape[-1] > min(G.shape[-2], H.shape[-2]):
-        raise ValueError(
-            f"a pair has shapes (…, n, h) and (…, m, h) with h ≤ min(n, m), got {tuple(G.shape)} and {tuple(H.shape)}"
-        )
-    gauge, unit = gauge_in_units(G, H)
+    try:
+        if min(G.dim(), H.dim()) < 2 or G.shape[-1] != H.shape[-1] or G.shape[-1] > min(G.shape[-2], H.shape[-2]):
+            shapes = f"{tuple(G.shape)} and {tuple(H.shape)}"
+            raise ValueError(f"a pair has shapes (…, n, h) and (…, m, h) with h ≤ min(n, m), got {shapes}")
+        torch.finfo(G.dtype)  # a TypeError for whole numbers
+        gauge, unit = gauge_in_units(G, H)
+    except (AttributeError, RuntimeError, TypeError):  # no tensors that belong together: say why
+        check_tensors("a pair", G=G, H=H)
+        check_dtype("a pair", G)
+        raise
     return gauge if unit is None else gauge.times(unit)
 
 
@@ -221,7 +197,7 @@ def from_matrix(X: Tensor, h: int) -> Tensor:
     """
     check_tensors("from_matrix", X=X)
     check_dtype("from_matrix", X)
-    h = as_count("h", h, "from_matrix")
+    h = as_count("from_matrix: h", h)
     if X.dim() < 2 or not 1 <= h <= min(X.shape[-2:]):
         raise ValueError(f"a matrix of shape {tuple(X.shape)} has no point of rank {h}")
     if not finite(X):

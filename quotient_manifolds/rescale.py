@@ -9,28 +9,10 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, with_finite_results
+from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector
 from .geodesics import as_times, column, raise_on_exit
-from .linalg import (
-    as_shape,
-    check_dtype,
-    check_finite,
-    check_tensors,
-    check_vector,
-    holds,
-    in_double,
-    in_own_precision,
-    largest,
-    power_of_two,
-    root,
-    standard_normal,
-)
+from .linalg import holds, in_double, in_own_precision, largest, power_of_two, root, standard_normal
 from .means import checked_weights
-
-
-def _length(c: Tensor) -> Tensor:
-    """Return the Euclidean norm over the last two dimensions, (…, 1, 1), in units of the largest entry."""
-    size = power_of_two(largest(c))
-    return root((c / size).square().sum((-2, -1), keepdim=True)) * size
 
 
 @in_own_precision
@@ -53,7 +35,9 @@ class _RescaleTangentSpace(TangentSpace):
 
     def norm(self, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖u‖, whose derivative at 0 is 0; (…) or (…, 1, 1)."""
-        result = _length(u / self._unit)
+        c = u / self._unit
+        size = power_of_two(largest(c))
+        result = root((c / size).square().sum((-2, -1), keepdim=True)) * size
         return result if keepdim else result[..., 0, 0]
 
     def proju(self, u: Tensor) -> Tensor:
@@ -162,13 +146,12 @@ class RescaleQuotient(QuotientManifold):
         check_finite(self, u)
         B = (u / x).mean(dim=-2, keepdim=True)
         t = as_times(t, x)
+        step = B * column(t, B)
         if self.metric == "inv":
-            point = x * (B * column(t, B)).exp()
-            return point, point * B
-        square = 1 + 2 * B * column(t, B)
-        times = torch.where(square > 0, torch.inf, -1 / (2 * B))
+            return x * step.exp(), x * step.exp() * B
+        times = torch.where(1 + 2 * step > 0, torch.inf, -1 / (2 * B))
         raise_on_exit(times.gather(-1, times.abs().argmin(-1, keepdim=True))[..., 0, 0], t)
-        root = square.sqrt()
+        root = (1 + 2 * step).sqrt()
         return x * root, x * B / root
 
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
@@ -185,17 +168,6 @@ class RescaleQuotient(QuotientManifold):
         u = torch.einsum("k,k...->...", weights, self.logmap(wide[0].expand_as(wide), wide))
         return self.expmap(wide[0], u).to(points.dtype)
 
-    def _ratio(self, x: Tensor, y: Tensor) -> Tensor:
-        check_vector(self, x, y, "y")
-        for point in (x, y):
-            self.tangent_space_at(point)  # the checks
-        if not holds((x.sign() * y.sign()).prod(-2) > 0):
-            raise ValueError(
-                f"{self}: no geodesic joins points of shape {tuple(x.shape)} whose products u ⊙ v differ in sign; "
-                "they lie in different components"
-            )
-        return (in_double(y) / in_double(x)).prod(-2)  # products of four single-precision numbers may overflow
-
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         r"""Return the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
 
@@ -204,16 +176,21 @@ class RescaleQuotient(QuotientManifold):
         ValueError
             If the products differ in sign.
         """
-        ratio = self._ratio(x, y)
+        check_vector(self, x, y, "y")
+        for point in (x, y):
+            self.tangent_space_at(point)  # the checks
+        if not holds((x.sign() * y.sign()).prod(-2) > 0):
+            raise ValueError(
+                f"{self}: no geodesic joins points of shape {tuple(x.shape)} whose products u ⊙ v differ in sign; "
+                "they lie in different components"
+            )
+        ratio = (in_double(y) / in_double(x)).prod(-2, keepdim=True)  # that of four numbers may overflow in float32
         B = ratio.log() / 2 if self.metric == "inv" else (ratio - 1) / 2
-        return (x * B.unsqueeze(-2)).to(x.dtype)
+        return (x * B).to(x.dtype)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises like :meth:`logmap`."""
-        ratio = self._ratio(x, y)
-        step = ratio.log() if self.metric == "inv" else in_double(y).prod(-2) - in_double(x).prod(-2)
-        result = (_length(step.unsqueeze(-2)) / 2**0.5).to(x.dtype)
-        return result if keepdim else result[..., 0, 0]
+        return self.norm(x, self.logmap(x, y), keepdim=keepdim)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         """Move x along its orbit to (αu, v/α), (…, 2, d); A is α, (…, d), without zeros."""
@@ -239,8 +216,8 @@ class RescaleQuotient(QuotientManifold):
 
     def to_matrix(self, x: Tensor) -> Tensor:
         """Compute β = u ⊙ v, (…, d)."""
-        self.unpack_tensor(x)  # the checks
-        return x[..., 0, :] * x[..., 1, :]
+        u, v = self.unpack_tensor(x)
+        return (u * v).squeeze(-2)
 
     def canonical(self, x: Tensor) -> Tensor:
         """Return the representative with u = √abs(β) and v = sign(β) √abs(β); (…, 2, d)."""
@@ -250,19 +227,15 @@ class RescaleQuotient(QuotientManifold):
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
         """Return u = v = 1, of shape ``size``; ``seed``, part of geoopt's interface, is ignored."""
-        shape = as_shape(size)
-        self._assert_check_shape(shape, "x")
-        return self._as_point(torch.ones(shape, dtype=dtype, device=device))
+        return self._as_point(torch.ones(as_shape(size), dtype=dtype, device=device))
 
     def _projx(self, x: Tensor) -> Tensor:
         tiny = torch.finfo(x.dtype).tiny
         return torch.where(x.abs() < tiny, torch.where(x < 0, -(tiny**0.5), tiny**0.5).to(x.dtype), x)
 
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
-        shape = tuple(shape)
-        if len(shape) < 2 or shape[-2] != 2 or shape[-1] < 1:
-            return False, f"{self}: '{name}' needs shape (…, 2, d), got {shape}"
-        return True, None
+        fits = len(shape) >= 2 and shape[-2] == 2 and shape[-1] >= 1
+        return fits, None if fits else f"{self}: '{name}' needs shape (…, 2, d), got {tuple(shape)}"
 
     def _check_point(self, x: Tensor) -> None:
         super()._check_point(x)

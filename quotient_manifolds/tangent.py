@@ -5,7 +5,6 @@ All formulas are evaluated at the canonical representative, see :mod:`quotient_m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -155,19 +154,22 @@ class GLTangentSpace(TangentSpace):
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw a standard Gaussian horizontal vector.
 
-        Equal random numbers give the same vector of the quotient at every representative of an orbit, see
-        :func:`draw_gaussians`.
+        In coordinates that make the metric the identity it is the projection of :math:`(E_1 \hat V, E_2^H \hat U)`
+        with Gaussian :math:`E_1, E_2 \in K^{n \times m}`, so it depends only on the orbit, and on no convention for the
+        signs of singular vectors. For h = 1 fewer numbers suffice: it is :math:`φ (e_1, e_2)` with Gaussian
+        :math:`e_1 \in K^n, e_2 \in K^m`, and φ the phase of :math:`e_3^H \hat U`.
         """
-        return self.from_gaussians(draw_gaussians(tuple(self.x.shape), self._gauge.n, self.x, generator))
-
-    def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
-        """Make a standard Gaussian horizontal vector from the numbers of :func:`draw_gaussians`."""
-        first, second, *_ = drawn
-        if len(drawn) == 2:
-            c_G, c_H = first @ self._gauge.V, second.mH @ self._gauge.U
-        else:
-            phase = (drawn[2].mH @ self._gauge.U).sgn()
+        *batch, rows, h = self.x.shape
+        n, m = self._gauge.n, rows - self._gauge.n
+        wanted = ((n, 1), (m, 1), (n, 1)) if h == 1 else ((n, m), (n, m))
+        first, second, *third = [standard_normal((*batch, *size), self.x, generator) for size in wanted]
+        inverse = row_power(self._gauge.sigma, self._gauge.sigma > 0, -0.5)
+        U, V = self._gauge.G * inverse, self._gauge.H * inverse
+        if h == 1:
+            phase = (third[0].mH @ U).sgn()
             c_G, c_H = first * phase, second * phase
+        else:
+            c_G, c_H = first @ V, second.mH @ U
         return self.proju(self.from_coordinates(torch.cat([c_G, c_H], dim=-2)))
 
     # -- the second-order retraction -------------------------------------------------------------------------------
@@ -194,19 +196,14 @@ class GLTangentSpace(TangentSpace):
 
     # -- exact geodesics -------------------------------------------------------------------------------------------
 
-    def geodesic(self, u: Tensor, t: Any = 1.0, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
-        """Follow the exact geodesic with horizontal velocity u.
+    def geodesic(self, u: Tensor, t: Any = 1.0, *, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
+        """Follow the exact geodesic with horizontal velocity u: points and velocities at times t.
 
-        Times, tolerance, results and errors are those of :meth:`GLQuotientInv.geodesic
-        <quotient_manifolds.GLQuotientInv.geodesic>`.
+        Times, results and errors are those of :meth:`GLQuotientInv.geodesic
+        <quotient_manifolds.GLQuotientInv.geodesic>`. ``tolerance`` is that of the solver for mix.
         """
-        point, velocity = geodesics.geodesic(self._whitened(u), t, relative_tol)
+        point, velocity = geodesics.geodesic(self._whitened(u), t, tolerance)
         return _packed(point, self._from_gauge), _packed(velocity, self._from_gauge)
-
-    def expmap(self, u: Tensor, *, relative_tol: float | None = None) -> Tensor:
-        """Return the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`."""
-        point, _ = geodesics.geodesic(self._whitened(u), 1.0, relative_tol)
-        return _packed(point, self._from_gauge)
 
     def exit_time(self, u: Tensor) -> Tensor:
         """Return the time in (0, 1] at which the geodesic leaves the manifold, inf where it does not; (…)."""
@@ -305,33 +302,3 @@ def _write_sum(out: Tensor, *products: Pair) -> None:
             out.baddbmm_(X, A, beta=min(k, 1))
         else:
             out.copy_(out + X @ A if k else X @ A)
-
-
-def draw_gaussians(
-    shape: tuple[int, ...], n: int, like: Tensor, generator: torch.Generator | None = None
-) -> list[Tensor]:
-    r"""Draw the numbers from which :meth:`GLTangentSpace.from_gaussians` makes a vector at a point of this shape.
-
-    In coordinates that make the metric the identity the vector is the projection of :math:`(E_1 \hat V, E_2^H \hat U)`
-    with Gaussian :math:`E_1, E_2 \in K^{n \times m}`, so it depends only on the orbit, and on no convention for the
-    signs of singular vectors. For h = 1 fewer numbers suffice: it is :math:`φ (e_1, e_2)` with Gaussian :math:`e_1 \in
-    K^n, e_2 \in K^m`, and φ the phase of :math:`e_3^H \hat U`.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        (…, n + m, h).
-    n : int
-        Rows of G.
-    like : Tensor
-        A tensor with the dtype and device of the point.
-    generator : torch.Generator, optional
-
-    Returns
-    -------
-    list of Tensor
-    """
-    *batch, rows, h = shape
-    m = rows - n
-    wanted = ((n, 1), (m, 1), (n, 1)) if h == 1 else ((n, m), (n, m))
-    return [standard_normal((*batch, *size), like, generator) for size in wanted]

@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from sharpness.cli import Parser, add_arguments, checked_device, place, run_parser
+from sharpness import cli
+from sharpness.cli import Parser, add_arguments, checked_device, place
 from sharpness.data import DataChoice
 from sharpness.study.plan import read_choice
 
@@ -46,14 +47,6 @@ def count(text: str) -> int:
     if not 1 <= number < 2**53:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text}")
     return number
-
-
-def shard(text: str) -> tuple[int, int]:
-    """Read i/n."""
-    first, _, last = text.partition("/")
-    if not (first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} does not have this form")
-    return int(first), int(last)
 
 
 def add_finetune(commands: Any) -> None:
@@ -124,7 +117,7 @@ def _finetune(options: argparse.Namespace) -> int:
     test = None if options.test is None else replace(data, source=options.test, num_examples=None, subset_seed=None)
     config = train_collection(
         options.model, data, options.out, checkpoint=options.checkpoint, recipes=recipes, test=test,
-        points=options.points, shard=shard(options.shard), device=options.device, progress=not options.quiet,
+        points=options.points, shard=options.shard, device=options.device, progress=not options.quiet,
     )  # fmt: skip
     if not options.quiet:
         print(f"measure them with: sharpness sweep {config} --out RESULTS")
@@ -212,7 +205,7 @@ def _zoo(options: argparse.Namespace) -> int:
     checked_device(options.device)
     failed = build(
         options.kind, options.data, options.out, models=options.models, first=options.first,
-        shard=shard(options.shard), device=options.device, progress=not options.quiet,
+        shard=options.shard, device=options.device, progress=not options.quiet,
     )  # fmt: skip
     for job in failed:
         print(f"reproduction: {job['checkpoint']}: {job['error']}", file=sys.stderr)
@@ -290,4 +283,4 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, see :func:`sharpness.cli.main`."""
-    return run_parser(parser(), arguments)
+    return cli.main(arguments, parser())

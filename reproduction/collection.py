@@ -39,7 +39,7 @@ __all__ = ["train_collection"]
 def train_collection(
     model: str, data: DataChoice, folder: str | os.PathLike[str], *, checkpoint: str | None = None, models: int = 24,
     recipes: Sequence[Recipe] | None = None, test: DataChoice | None = None, points: int = 256,
-    first: int = 0, shard: tuple[int, int] = (1, 1), autocast: bool = False, half: bool = False, device: str = "cpu",
+    first: int = 0, shard: str = "1/1", autocast: bool = False, half: bool = False, device: str = "cpu",
     progress: bool = True,
 ) -> Path:  # fmt: skip
     """Train a model many times; a call keeps the models that an interrupted one has finished.
@@ -100,7 +100,7 @@ def train_collection(
     model_00.json model_00.safetensors model_01.json model_01.safetensors start_00.safetensors start_01.safetensors
     sweep.json
     """
-    folder = check_folder(folder, create=False)
+    folder = check_folder(folder)
     loaded = load(model, checkpoint)
     if recipes is None:
         recipes = [random_recipe(seed, images=not holds_texts(data.source)) for seed in range(models)]

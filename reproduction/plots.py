@@ -9,14 +9,40 @@ from textwrap import fill
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
 
-from sharpness.plots import COLOURS, MARKERS, dark_map, figure, plain_ticks
+from sharpness.plots import COLOURS, MARKERS, figure
 from sharpness.study import TARGETS, measurements, ranking, targets
 from sharpness.study.results import Row
 
 from .comparison import Ranking, compare
 
 __all__ = ["plot_ablations", "plot_diagonal", "plot_orbit", "plot_radii", "plot_toy"]
+
+
+def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
+    """Set ticks of a logarithmic x-axis as plain numbers: at these places, or at every 10ⁿ and 3·10ⁿ in view.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+    places : sequence of float, optional
+
+    Examples
+    --------
+    >>> with figure(None, (4, 3)) as (drawn, ((axes,),)):
+    ...     line = axes.semilogx([0.1, 1], [0, 1])
+    ...     plain_ticks(axes, [0.1, 1])
+    >>> [label.get_text() for label in axes.get_xticklabels()]
+    ['0.1', '1']
+    """
+    if places is None:
+        low, high = axes.get_xlim()
+        places = [x for n in range(-6, 3) for x in (10.0**n, 3 * 10.0**n) if low <= x <= high]
+    axes.set_xticks(places, [f"{x:g}" for x in places])
+    axes.set_xticks([], minor=True)
 
 
 def plot_diagonal(
@@ -213,10 +239,8 @@ def plot_radii(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -
     few = len(goal) < ranking.FEWEST_MODELS
     panels = len(parts) + (not few or not parts)
     with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import Normalize
-
-        colours, last = ScalarMappable(Normalize(min(goal.values()), max(goal.values())), dark_map()), grid[0, -1]
+        dark = ListedColormap(colormaps["viridis"](np.linspace(0, 0.75, 256)))  # without its yellow end
+        colours, last = ScalarMappable(Normalize(min(goal.values()), max(goal.values())), dark), grid[0, -1]
         for axes, (quantity, part) in zip(grid[0], parts, strict=False):
             for model, line in part.sort_values("rho").groupby("checkpoint"):
                 colour = colours.to_rgba(np.asarray(goal[model]))

@@ -284,7 +284,7 @@ def _tau(x: _Array, y: _Array) -> _Statistic:
     return statistic
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)  # the sizes that the tables of a report take turns with
 def _counts(count: int, resamples: int, seed: int) -> Any:
     """Return how often each resample, (resamples, count), has each model: the same for all quantities of a table."""
     chosen = np.random.default_rng(seed).integers(count, size=(resamples, count))

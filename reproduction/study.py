@@ -17,13 +17,14 @@ from msgspec import structs
 
 from sharpness.measures import get_measure
 from sharpness.models import load, load_state_dict
-from sharpness.plots import COLOURS, MARKERS, figure, plain_ticks
+from sharpness.plots import COLOURS, MARKERS, figure
 from sharpness.results import LEAVES
 from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_failures, read_rows, run_sweep, targets
 from sharpness.study.results import Row
 
 from .baselines import distance, geodesic_distance
 from .comparison import CONTROLS, Ranking, compare, curves
+from .plots import plain_ticks
 from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
 from .statistics import Correlation, kendall, kendall_difference

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +19,7 @@ from sharpness.study.results import Row
 from .comparison import BASELINES, CONTROLS, Ranking
 from .statistics import Correlation
 
-__all__ = ["controls_in_words", "formatted", "verdicts", "write_rows"]
+__all__ = ["controls_in_words", "formatted", "read_table", "verdicts", "write_rows"]
 
 #: Columns of a table of rows; columns without meaning for a fit or baseline row are empty.
 _COLUMNS = [
@@ -27,11 +30,20 @@ _COLUMNS = [
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
-    """Write rows of a sweep as a ``.csv`` with eight digits per number, as ``read_results`` of the package reads it."""
+    """Write rows of a sweep as a ``.csv`` with eight digits per number."""
     frame = pd.DataFrame(list(rows), columns=_COLUMNS)
     for name in ("ablation", "remarks"):
         frame[name] = [json.dumps(v, sort_keys=True) if isinstance(v, (dict, list)) and v else "" for v in frame[name]]
     write_text(path, frame.to_csv(index=False, float_format="%.8g", lineterminator="\n"))
+
+
+def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read rows of a sweep that :func:`write_rows` wrote."""
+    words = ("checkpoint", "kind", "measure")
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        cells = [{k: v for k, v in line.items() if v} for line in csv.DictReader(file)]
+    rows = [{k: v if k in words else json.loads(v) for k, v in line.items()} for line in cells]
+    return [{"ablation": {}, **row} if row["kind"] == "sharpness" else row for row in rows]
 
 
 def verdicts(found: Sequence[Ranking], bound: float = 0.3) -> dict[str, str]:

@@ -20,6 +20,7 @@ from sharpness.data import DataChoice
 from sharpness.files import check_folder, write_json
 from sharpness.study import read_config, run_sweep
 from sharpness.study.plan import shard_of
+from sharpness.study.results import Row
 
 from .collection import train_collection
 from .recipes import Recipe, random_recipe
@@ -68,9 +69,9 @@ def recipe(kind: str, number: int) -> Recipe:
 
 
 def build(
-    kind: str, data: Path, out: Path, *, models: int | None = None, first: int = 0, shard: tuple[int, int] = (1, 1),
+    kind: str, data: Path, out: Path, *, models: int | None = None, first: int = 0, shard: str = "1/1",
     device: str = "cpu", progress: bool = True,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[Row]:  # fmt: skip
     """Train the missing models of a zoo, then test the untested ones; if a call was killed, the next completes it.
 
     Parameters
@@ -110,7 +111,7 @@ def build(
         points=_POINTS[kind], first=first, shard=shard, autocast=kind == "minilm", half=True, device=device,
         progress=progress,
     )  # fmt: skip
-    failed = []
+    failed: list[Row] = []
     base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial", "baselines")}
     base |= {"measures": [], "ablations": [], "device": device}
     for name, source in (("results", test.source), ("shift", shift)):

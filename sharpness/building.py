@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import Block as Part
 from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
@@ -22,11 +23,10 @@ from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
+from .errors import naming
 from .measures import ElementwiseBlock, Measure, PairBlock
-from .points import PointBlock, is_point
+from .points import Block, PointBlock, is_point
 
-#: A block of any kind.
-Block = ElementwiseBlock | PairBlock | PointBlock
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
 
@@ -50,10 +50,8 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
-    try:
+    with naming(f"only={only!r} is not a regular expression"):
         pattern = re.compile(only or "")
-    except (re.error, TypeError) as error:
-        raise ValueError(f"only={only!r} is not a regular expression: {error}") from error
     found = {name: p for name, p in found.items() if pattern.search(name)}
     if not found:
         raise ValueError(f"only={only!r} matches no trainable parameter's name")
@@ -65,12 +63,11 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
                 "FSDP2's fully_shard sharded)"
             )
     devices = {p.device for p in found.values()}
-    if any(d.type == "meta" for d in devices):
+    if len(devices) > 1 or any(d.type == "meta" for d in devices):  # where there are no numbers
         raise ValueError(
-            "the trainable parameters lie on the meta device, where there are no numbers; load the weights"
+            f"the trainable parameters lie on {', '.join(sorted(map(str, devices)))}; load the whole model on one "
+            "device that holds numbers"
         )
-    if len(devices) > 1:
-        raise ValueError(f"the trainable parameters lie on several devices ({devices}); move the model to one")
     for name, p in found.items():
         measured = p.is_floating_point() or (is_point(p) and p.is_complex())
         if not measured or p.element_size() < 2:  # integers, float8
@@ -80,7 +77,7 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
                 f"parameter {name!r} was made under torch.inference_mode, where nothing can be differentiated; make "
                 "the model outside of it"
             )
-        if not is_sharded(p) and not bool(p.detach().isfinite().all()):
+        if not is_sharded(p) and not finite(p):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
     _check_memory(model, found)
     return found
@@ -100,12 +97,10 @@ def _check_memory(model: nn.Module, moving: dict[str, nn.Parameter]) -> None:
         storage = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # of which the addresses alone are used
         for (name, one), (other, two) in itertools.permutations(tensors, 2):
             if name in moving and np.shares_memory(_within(storage, one), _within(storage, two)):
-                fix = "tie them as one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data)"
-                if other not in moving and other in dict(model.named_buffers()):
-                    fix = "compute the buffer from the weight in every forward pass"
                 raise ValueError(
-                    f"{name!r} and {other!r} share memory but are two tensors, so that a step would move them "
-                    f"apart; {fix}"
+                    f"{name!r} and {other!r} share memory but are two tensors, so that a step would move them apart; "
+                    "tie them as one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data), or compute a "
+                    "buffer from the weight in every forward pass"
                 )
 
 
@@ -124,34 +119,20 @@ class Division:
     ----------
     stacks : list of PairStack
         The pairs that are divided out.
-    covered : dict of Tensor to Tensor
-        Masks of the entries of parameters that belong to pairs, or do not move in the canonical form.
+    constant : dict of Tensor to Tensor
+        Masks of the entries of parameters that do not move in the canonical form.
     lengths : dict of Tensor to Tensor
         Where the measure asks for them, see :func:`vector_lengths`.
     """
 
     stacks: list[PairStack]
-    covered: dict[Tensor, Tensor]
+    constant: dict[Tensor, Tensor]
     lengths: dict[Tensor, Tensor]
-
-    def is_point(self, p: Tensor, measure: Measure) -> bool:
-        """Tell whether a parameter moves along a manifold of geoopt, and not as a pair."""
-        return measure.takes_points and is_point(p) and self.leaves_some_of(p)
-
-    def leaves_some_of(self, p: Tensor) -> bool:
-        """Tell whether any entry of a parameter moves outside pairs."""
-        return p not in self.covered or not bool(self.covered[p].all())
-
-
-def with_constants(covered: Mapping[Tensor, Tensor], constant: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Join two sets of masks."""
-    return {**constant, **{p: mask | constant[p] if p in constant else mask for p, mask in covered.items()}}
 
 
 def divide(
     model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor], *,
     form: CanonicalForm | None = None, only_some: bool = False, read: Callable[[Tensor], Tensor] = Tensor.detach,
-    cover: bool = True,
 ) -> Division:  # fmt: skip
     """Divide parameters into pairs and entries that move separately.
 
@@ -169,8 +150,6 @@ def divide(
         Pairs with other parameters than these are left out.
     read : callable
         Function that returns the values of a parameter there.
-    cover : bool
-        Note what belongs to pairs; else only what is constant.
 
     Returns
     -------
@@ -201,11 +180,10 @@ def divide(
     if next(iter(moving)).device.type == "cpu":
         count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
         found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
-    covered = with_constants(coverage(found) if cover else {}, {} if form is None else form.constant)
     lengths = {}
     if measure.elementwise == "vector":
         lengths = vector_lengths(model, None if form is None else form.wiring, known, read)
-    return Division(found, covered, lengths)
+    return Division(found, {} if form is None else form.constant, lengths)
 
 
 @torch.no_grad()
@@ -242,8 +220,8 @@ def vector_lengths(
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
     writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
-    found = {a.W: norm(a.W, a.stream_dim) for a in writers}
-    affines = {a.W: a for s in wiring.sites for a in s.readers}
+    found = {a.matrix.tensor: norm(a.matrix.tensor, a.stream_dim) for a in writers}
+    affines = {a.matrix.tensor: a for s in wiring.sites for a in s.readers}
     for module in model.modules():
         for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
             W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
@@ -254,15 +232,17 @@ def vector_lengths(
                 row = None if b is None else block(module, bias)
                 affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
     for a in affines.values():
-        if a.W in found:
+        matrix = a.matrix.tensor
+        if matrix in found:
             continue
-        inputs = [d for d in range(a.W.dim()) if d != a.stream_dim]
-        found[a.W] = rows = norm(a.W, *inputs)
-        if a.b is not None:
-            together = inside(a.W).sum(inputs).bool() == inside(a.b)
-            joint = torch.hypot(rows.flatten(), read(a.b))
-            found[a.b] = torch.where(together, joint, norm(a.b, 0))
-            found[a.W] = torch.where(together, joint, rows.flatten()).view(rows.shape)
+        inputs = [d for d in range(matrix.dim()) if d != a.stream_dim]
+        found[matrix] = rows = norm(matrix, *inputs)
+        if a.bias is not None:
+            added = a.bias.tensor
+            together = inside(matrix).sum(inputs).bool() == inside(added)
+            joint = torch.hypot(rows.flatten(), read(added))
+            found[added] = torch.where(together, joint, norm(added, 0))
+            found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
     for p in model.parameters():
         if p not in found:
             found[p] = norm(p, -1) if p.dim() else read(p).abs()
@@ -279,11 +259,14 @@ def build_blocks(
     measure: Measure, parameters: Mapping[str, Tensor], dtype: torch.dtype, division: Division
 ) -> list[Block]:
     """Return the blocks of some parameters, with coordinates of a dtype: single ones first, then stacks of pairs."""
+    covered = coverage(division.stacks)
+    for p, mask in division.constant.items():
+        covered[p] = mask | covered[p] if p in covered else mask
     single: list[Block] = [
-        PointBlock(name, p, dtype) if division.is_point(p, measure)
-        else ElementwiseBlock(p, measure, dtype, division.covered.get(p), division.lengths.get(p))
+        PointBlock(name, p, dtype) if measure.takes_points and is_point(p)
+        else ElementwiseBlock(p, measure, dtype, covered.get(p), division.lengths.get(p))
         for name, p in parameters.items()
-        if division.leaves_some_of(p)
+        if p not in covered or not bool(covered[p].all())
     ]  # fmt: skip
     return single + [block_class(measure, s)(s, measure, dtype) for s in division.stacks]
 

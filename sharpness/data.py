@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from quotient_manifolds.symmetries.modules import tree_map
 from .errors import called, naming, require_extra
 from .losses import IGNORED
 from .models import LoadedModel, load_state_dict
-from .texts import class_number, masked, read_table, strings
+from .texts import class_number, read_table, strings
 
 __all__ = ["DataChoice"]
 
@@ -60,8 +61,7 @@ class DataChoice:
     pair : str or None
         Column of the second text, for pairs of texts.
     label : str
-        Column of the label. Models that predict the next or masked tokens need none; of those from text to text it is
-        the text.
+        Column of the label; models that predict the next token need none.
     label_map : mapping of str to int
         The class number of each label; if empty, labels are numbers or names in the model's configuration.
     header : bool
@@ -197,12 +197,9 @@ def load_examples(choice: DataChoice, loaded: LoadedModel) -> Examples:
         return _image_folder(choice, loaded)
     if kind in _TABLES:
         return _texts(choice, read_table(path, choice.header), None, loaded)
-    if kind not in _TENSORS:
-        raise ValueError(
-            f"{path} is not data by its name: tables end in {', '.join(sorted(_TABLES))}, images are in folders of "
-            f"classes, and files of tensors end in {', '.join(sorted(filter(None, _TENSORS)))}"
-        )
-    return _tensors(path)
+    if kind in _TENSORS:
+        return _tensors(path)
+    raise ValueError(f"{path} is not data by its name: no folder, nor one of {' '.join(sorted(_TABLES | _TENSORS))}")
 
 
 def is_sorted(labels: Sequence[int]) -> bool:
@@ -239,12 +236,12 @@ def _dataset(choice: DataChoice, loaded: LoadedModel) -> Examples:
         raise ValueError(f"{source} has the splits {', '.join(data)}; name one as {Path(source, next(iter(data)))}")
     wanted = [c for c in (choice.text, choice.pair, choice.label) if c in data.features]
     rows = [strings(row) for row in data.select_columns(wanted).to_list()]
-    names: Any = None if loaded.predicts else getattr(data.features.get(choice.label), "names", None)
+    names: Any = getattr(data.features.get(choice.label), "names", None)
     for row in rows if names else ():
         number = int(row.get(choice.label, -1))
         row[choice.label] = names[number] if 0 <= number < len(names) else str(number)
     pictures = [name for name, kind in data.features.items() if isinstance(kind, datasets.Image)]
-    if loaded.predicts or not pictures:
+    if not pictures:
         return _texts(choice, rows, names, loaded)
     if choice.label not in data.features:
         raise ValueError(f"{source} has no column {choice.label!r}; it has {', '.join(data.features)}")
@@ -268,8 +265,9 @@ def class_numbers(
     unnamed = images or all(n.isdigit() or n.upper().startswith("LABEL_") for n in known)
     if names and unnamed and not choice.label_map and all(class_number(name, known) is None for name in names):
         known = {name: i for i, name in enumerate(names)}
-    numbers: dict[str, int] = {}
-    for label in dict.fromkeys(labels):
+
+    @functools.cache
+    def number_of(label: str) -> int:
         number = class_number(label, known)
         if number is None and label.isdecimal() and not (choice.label_map or names):
             number = int(label)
@@ -279,8 +277,9 @@ def class_numbers(
                 f"({', '.join(known) or 'none are named'}); say what labels mean with --label-map NAME=NUMBER,…, "
                 "rename it, or use a split with labels"
             )
-        numbers[label] = number
-    return [numbers[label] for label in labels], known
+        return number
+
+    return [number_of(label) for label in labels], known
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -314,14 +313,14 @@ def _image_folder(choice: DataChoice, loaded: LoadedModel) -> Examples:
 
     examples = _images(choice, read, [path.parent.name for path in paths], names, loaded)
     others = sorted({p for p in folder.rglob("*") if p.is_file()} - {*paths})
-    if not others:
-        return replace(examples, sorted=True)
-    remark = (
-        f"{len(others)} of the {len(paths) + len(others)} files of {folder} are left out, such as "
-        f"{others[0].relative_to(folder).as_posix()}: they are hidden, not directly in the folder of a class, or no "
-        "images by their names"
-    )
-    return replace(examples, sorted=True, remarks=(remark,))
+    if others:
+        remark = (
+            f"{len(others)} of the {len(paths) + len(others)} files of {folder} are left out, such as "
+            f"{others[0].relative_to(folder).as_posix()}: they are hidden, not directly in the folder of a class, or "
+            "no images by their names"
+        )
+        examples = replace(examples, remarks=(remark,))
+    return replace(examples, sorted=True)
 
 
 def _is_hidden(path: Path) -> bool:
@@ -362,39 +361,27 @@ def _images(
 def _texts(
     choice: DataChoice, rows: Sequence[Mapping[str, str]], names: Sequence[str] | None, loaded: LoadedModel
 ) -> Examples:
-    """Return examples of texts, with the class of each, or with tokens as labels for a model that predicts tokens.
-
-    These are (``loaded.predicts``: ``"next"``, ``"masked"`` or ``"text"``) all of the text, 15 % of it, or all of the
-    label's text.
-    """
-    source, tokenizer, predicts = choice.source, loaded.tokenizer, loaded.predicts
+    """Return examples of texts, with the class of each, or all its tokens as labels for a model that predicts them."""
+    source, tokenizer, predicts = choice.source, loaded.tokenizer, loaded.predicts_tokens
     if tokenizer is None:
         raise ValueError(f"{source} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
     if not rows:
         raise ValueError(f"{source} has no rows")
     texts = [choice.text] if choice.pair is None else [choice.text, choice.pair]
     for number, row in enumerate(rows, 1):
-        for column in texts if predicts in ("next", "masked") else [*texts, choice.label]:
+        for column in texts if predicts else [*texts, choice.label]:
             if column not in row:
                 raise ValueError(f"row {number} of {source} has no column {column!r}; it has {', '.join(row)}")
     labels = [] if predicts else [row[choice.label].strip() for row in rows]
-    numbers, classes = class_numbers(choice, labels, names, loaded, images=False)
-    broken = f"the tokenizer for {source} does not work"
-    with naming(broken):
-        length = min(choice.max_length, int(getattr(tokenizer, "model_max_length", choice.max_length)))
-    how: dict[str, Any] = {"truncation": True, "max_length": length, "padding": True, "return_tensors": "pt"}
+    numbers, classes = class_numbers(choice, labels, None if predicts else names, loaded, images=False)
 
     def batch(chosen: Sequence[int]) -> dict[str, Tensor]:
-        given = [[rows[i][c] for i in chosen] for c in texts]
-        with naming(broken):
-            coded = tokenizer(*given, **how)
-            if predicts is None:
-                return {**coded, "labels": torch.tensor([numbers[i] for i in chosen])}
-            if predicts == "masked":
-                return masked(coded, chosen, tokenizer)
-            wanted = coded
-            if predicts == "text":
-                wanted = tokenizer(text_target=[rows[i][choice.label] for i in chosen], **how)
-            return {**coded, "labels": wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, IGNORED)}
+        given = [[rows[i][column] for i in chosen] for column in texts]
+        with naming(f"the tokenizer for {source} does not work"):
+            length = min(choice.max_length, int(getattr(tokenizer, "model_max_length", choice.max_length)))
+            coded = tokenizer(*given, truncation=True, max_length=length, padding=True, return_tensors="pt")
+            if predicts:
+                return {**coded, "labels": coded["input_ids"].masked_fill(coded["attention_mask"] == 0, IGNORED)}
+        return {**coded, "labels": torch.tensor([numbers[i] for i in chosen])}
 
     return Examples(len(rows), batch, classes, is_sorted(numbers))

@@ -19,7 +19,7 @@ from quotient_manifolds.symmetries.whole import apply_random_moves_
 from .errors import require_extra
 from .evaluation import evaluate, progress_bar
 from .files import check_file, write_json
-from .plots import COLOURS, MARKERS, figure, plain_ticks
+from .plots import COLOURS, MARKERS, figure
 
 #: The measures and their radii.
 RADII = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv": 0.1}
@@ -66,9 +66,8 @@ def vision_transformer() -> nn.Module:
     with require_extra("the demo's vision transformer comes from transformers", "demo"):
         from transformers import ViTConfig, ViTForImageClassification
     config = ViTConfig(
-        image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=3, num_attention_heads=4,
-        intermediate_size=96, num_labels=10, initializer_range=0.1, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        image_size=8, patch_size=2, num_channels=1, num_labels=10, hidden_size=48, intermediate_size=96,
+        num_hidden_layers=3, num_attention_heads=4, initializer_range=0.1,
     )  # fmt: skip
     model: nn.Module = ViTForImageClassification(config)
     return model
@@ -102,14 +101,10 @@ def _log_probabilities(model: nn.Module, images: Tensor) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    return float((_log_probabilities(model, images).argmax(1) == labels).double().mean())
-
-
-def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool = True) -> dict[str, Any]:
+def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool = True) -> None:
     """Train, measure, move along every symmetry, and measure again; print a table, draw a figure and write JSON.
 
-    The seed is that of the split of the data, of the training and of the moves. Returns what the JSON file holds.
+    The seed is that of the split of the data, of the training and of the moves.
     """
     with require_extra("the demo needs matplotlib and pandas", "demo"):
         import matplotlib  # noqa: F401
@@ -124,20 +119,21 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     if numbers.exists() and '"output_change"' not in numbers.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"{numbers}, which the numbers would replace, is not from a demo; choose another picture")
     train(model, x_train, y_train, seed=seed, progress=progress)
-    right, right_in_test = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
+    before = _log_probabilities(model, x_test)
+    right_in_test = float((before.argmax(1) == y_test).double().mean())
+    right = float((_log_probabilities(model, x_train).argmax(1) == y_train).double().mean())
     print(
         f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them correct, "
         f"{right_in_test:.1%} of {len(y_test)} test digits\n"
     )
-    batch, before, change = (x_train[:128], y_train[:128]), _log_probabilities(model, x_test), 0.0
-    rows: list[dict[str, Any]] = []
+    change, rows = 0.0, list[dict[str, Any]]()
     with progress_bar(1 + len(MOVES), "equivalent networks", "network", progress=progress) as shown:
         for kind in ("the network", *MOVES):
             twin = moved(model, kind, seed=seed) if kind in MOVES else model
             change = max(change, float((_log_probabilities(twin, x_test) - before).abs().max()))
-            rows.append({"move": kind})
-            for name, rho in RADII.items():
-                rows[-1][name] = float(evaluate(twin, [batch], measure=name, rho=rho, seed=seed, progress=False))
+            options: dict[str, Any] = {"batches": [(x_train[:128], y_train[:128])], "seed": seed, "progress": False}
+            values = {name: float(evaluate(twin, measure=name, rho=rho, **options)) for name, rho in RADII.items()}
+            rows.append({"move": kind, **values})
             shown.update()
     table = pd.DataFrame(rows).set_index("move")
     factors = (table / table.iloc[0])[1:].rename({kind: label for kind, (_, label) in MOVES.items()})
@@ -145,25 +141,18 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     print("\ntimes as sharp, with the same probabilities, after a move of")
     print(factors.to_string(index_names=False, float_format="{:.4f}".format))
     print(f"\nlargest change of a log-probability {change:.0e}")
-    _draw(factors, out)
-    found = {"train_accuracy": right, "test_accuracy": right_in_test, "output_change": change, "rows": rows}
-    write_json(numbers, found)
-    print(f"the picture is in {out}, the numbers in {numbers}")
-    return found
-
-
-def _draw(factors: Any, path: Path) -> None:
-    """Draw what equivalent choices of the weights do to each measure."""
-    with figure(path, (8.5, 5.2)) as (_, ((axes,),)):
+    with figure(out, (8.5, 5.2)) as (_, ((axes,),)):
         for name, values in factors.items():
-            axes.plot(
-                values, factors.index, linestyle="", color=COLOURS[name], marker=MARKERS[name], markersize=9, label=name
-            )
-        axes.set(
-            xscale="log", xlabel="sharpness, relative to the network itself", title="The same function, other weights"
-        )
+            style = {"linestyle": "", "color": COLOURS[name], "marker": MARKERS[name], "markersize": 9}
+            axes.plot(values, factors.index, label=name, **style)
+        title = "The same function, other weights"
+        axes.set(xscale="log", xlabel="sharpness, relative to the network itself", title=title)
         axes.tick_params(axis="y", labelsize="small")
         axes.invert_yaxis()
         axes.axvline(1, color="0.7", linewidth=1, zorder=0)
         axes.legend()
-        plain_ticks(axes, [0.5, 1, 2, 5, 10, 20])
+        axes.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+        axes.set_xticks([], minor=True)
+    accuracies = {"train_accuracy": right, "test_accuracy": right_in_test}
+    write_json(numbers, {**accuracies, "output_change": change, "rows": rows})
+    print(f"the picture is in {out}, the numbers in {numbers}")

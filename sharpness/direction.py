@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import as_count, in_double
-from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
+from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import is_sharded, to_device
+from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import block_class, divide, named_weights
 from .losses import LossFunction, Objective, to_float32
 from .measures import Measure
 from .perturb import becomes_float32, pointing_to, preserved
-from .points import PointBlock
+from .points import PointBlock, is_point
 
 
 @dataclass(frozen=True)
@@ -70,21 +71,6 @@ class Direction:
     classes: bool = False
 
 
-def _same_pairs(model: nn.Module, pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
-    """Find a direction's pairs in this model, which may be another copy of the one that was measured."""
-    own = {id(m) for m in model.modules()}
-    if all(id(b.module) in own for p in pairs for b in p.G + p.H):
-        return list(pairs)
-    found = {p.name: p for p in find_symmetric_pairs(model, include_frozen=True)}
-    missing = [p.name for p in pairs if p.name not in found]
-    if missing:
-        raise ValueError(
-            f"the direction moves the pair {missing[0]!r}, which find_symmetric_pairs does not name in this "
-            f"{type(model).__name__}; use the model that was measured"
-        )
-    return [found[p.name] for p in pairs]
-
-
 @contextmanager
 def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterator[nn.Module]:
     r"""Move a model along a direction for the time of a ``with`` block.
@@ -114,7 +100,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     Notes
     -----
     Paper, §5.2. Meanwhile the parameters point to copies; their own storage is not written to. A direction may be used
-    on another copy of the measured model, on any device, unless its pairs were found by examination of a batch.
+    on another copy of the measured model, on any device.
 
     Examples
     --------
@@ -152,13 +138,16 @@ def _along(
         vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
         measure, canonical = direction.measure, direction.measure.form == "canonical"
         pairs = direction.given if canonical else direction.pairs
-        pairs = None if pairs is None else _same_pairs(model, pairs)
+        if pairs and not all(b.module in set(model.modules()) for b in pairs[0].G):  # of the copy that was measured
+            pairs = in_copy(pairs, pairs[0].model or model, model)
         form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
         base = {} if form is None else form.values
         with pointing_to(model, base):
             division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
             blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in division.stacks]
-            points = [PointBlock(name, p, torch.float64) for name, p in moving.items() if division.is_point(p, measure)]
+            inside = {p for s in division.stacks for p in s.parameters()}
+            alone = {name: p for name, p in moving.items() if measure.takes_points and is_point(p) and p not in inside}
+            points = [PointBlock(name, p, torch.float64) for name, p in alone.items()]
 
     @torch.no_grad()
     def moved(t: float) -> dict[Tensor, Tensor]:

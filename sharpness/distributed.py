@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import time
@@ -22,8 +21,6 @@ from quotient_manifolds.symmetries.modules import is_sharded, plain_class
 from .errors import RemoteError
 
 T = TypeVar("T")
-
-_calls = itertools.count()
 
 #: Messages of gloo when a connection is lost.
 _LOST = re.compile(r"gloo.*(Connection|Timed out|Socket|timeout)|Connection (closed|reset)", re.IGNORECASE | re.DOTALL)
@@ -54,35 +51,20 @@ class World:
         if self.rank < 0:
             raise ValueError("this process does not belong to the group; call evaluate on its members only")
 
-    @property
-    def members(self) -> list[int]:
-        """The ranks of the processes, as torch counts all."""
-        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
-
     def owns(self, unit: int) -> bool:
-        """Tell whether a unit of work falls to this process."""
+        """Return whether a unit of work falls to this process."""
         return unit % self.size == self.rank
 
     def gather(self, mine: list[T]) -> list[T]:
         """Collect the results of all processes on every process."""
         return [item for part in self._exchange(mine) for item in part]
 
-    def stack(self, t: Tensor) -> Tensor:
-        """Stack the tensors of all processes, which have one shape: (size, …), the same on every process."""
-        if self.group is None:
-            return t.unsqueeze(0)
-        if dist.get_backend(self.group) == "nccl":
-            t = t.cuda()  # NCCL carries no tensors of the main memory
-        found = t.new_empty((self.size, *t.shape))
-        dist.all_gather_into_tensor(found.view(-1), t.contiguous().view(-1), group=self.group)
-        return found
-
     def sum(self, t: Tensor) -> Tensor:
-        """Sum with the same bits on every process, so that all make the same decisions."""
-        return t if self.group is None else self.stack(t).sum(0)
+        """Sum small tensors with the same bits on every process, so that all make the same decisions; on the CPU."""
+        return t if self.group is None else torch.stack(self._exchange(t.cpu())).sum(0)
 
     def all(self, what: bool) -> bool:
-        """Tell whether something holds on every process."""
+        """Return whether something holds on every process."""
         return all(self._exchange(what))
 
     def exchange(self, sent: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, ...]:
@@ -173,67 +155,6 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
         dist.destroy_process_group()
 
 
-def everybody() -> dist.ProcessGroup:
-    """Return the group of all processes.
-
-    Raises
-    ------
-    ValueError
-        This process is alone.
-    """
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        raise ValueError("a model is sharded over several processes: start the command by torchrun")
-    return dist.group.WORLD
-
-
-def shard_(model: nn.Module, device: torch.device) -> None:
-    """Shard a model in place by FSDP2 over all processes: each layer of its outermost lists of layers, and the rest.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The same whole model on every process.
-    device : torch.device
-        Where the shards are to lie.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    inside: set[nn.Module] = set()
-    for layers in model.modules():
-        if isinstance(layers, nn.ModuleList) and layers not in inside:
-            inside.update(layers.modules())
-            for layer in layers:
-                fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def counter(count: int) -> Iterator[int]:
-    """Yield the numbers below ``count``, each on one of the processes of torchrun; all of them without torchrun.
-
-    A common atomic counter in the store of the process group assigns them: a free process takes the next.
-
-    Parameters
-    ----------
-    count : int
-
-    Yields
-    ------
-    int
-    """
-    if not dist.is_initialized():
-        yield from range(count)
-        return
-    # Every call counts by itself; all processes make the same calls.
-    store = dist.distributed_c10d.PrefixStore(f"sharpness-{next(_calls)}", dist.distributed_c10d._get_default_store())
-    while True:
-        number = int(store.add("next", 1)) - 1
-        if number >= count:
-            return
-        yield number
-
-
 def reshard(model: nn.Module) -> None:
     """Let no module keep weights that FSDP2 has gathered: what is written to the shards would not be seen."""
     for m in model.modules():
@@ -242,7 +163,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Tell whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
+    """Return whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
     if not isinstance(model, nn.Module):  # which is said elsewhere
         return False
     reshard(model)
@@ -260,30 +181,20 @@ def check_sharded(model: nn.Module) -> None:
                     "model too, or freeze it"
                 )
             continue
-        placements = getattr(p, "placements", None)
+        placements, problem = getattr(p, "placements", None), None
+        mesh = getattr(p, "device_mesh", None) if mesh is None else mesh
         if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
-            raise ValueError(
-                f"parameter {name!r} is sharded as {placements}; only FSDP2 over a mesh of one dimension is measured, "
-                "rows on every process"
-            )
-        mesh = p.device_mesh if mesh is None else mesh  # type: ignore[attr-defined]
-        if p.device_mesh != mesh:  # type: ignore[attr-defined]
-            raise ValueError(f"parameter {name!r} is sharded over another mesh than the first; use one mesh for all")
-        if p.device.type != mesh.device_type:
-            raise ValueError(
-                f"the shard of {name!r} lies on {p.device} while the mesh is of {mesh.device_type} devices; "
-                "measure without an offload policy"
-            )
-        if getattr(p, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"parameter {name!r} has a hook that runs after every backward pass, such as an optimiser's; remove it "
-                "before measuring"
-            )
-        if p.requires_grad and p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"the trainable parameter {name!r} is {p.dtype}, in which small changes are lost; convert it to "
-                "float32 before fully_shard"
-            )
+            problem = f"is sharded as {placements}; only FSDP2 over a mesh of one dimension, in rows, is measured"
+        elif p.device_mesh != mesh:  # type: ignore[attr-defined]
+            problem = "is sharded over another mesh than the first; use one mesh for all"
+        elif p.device.type != mesh.device_type:
+            problem = f"has its shard on {p.device}, not on {mesh.device_type}; measure without an offload policy"
+        elif getattr(p, "_post_accumulate_grad_hooks", None):
+            problem = "has a hook that runs after every backward pass, such as an optimiser's; remove it first"
+        elif p.requires_grad and p.dtype not in (torch.float32, torch.float64):
+            problem = f"is {p.dtype}, in which small changes are lost; convert it to float32 before fully_shard"
+        if problem:
+            raise ValueError(f"parameter {name!r} {problem}")
     for name, m in model.named_modules():
         state = m._get_fsdp_state() if hasattr(m, "_get_fsdp_state") else None  # noqa: SLF001
         policy = getattr(state, "_mp_policy", None)

@@ -81,9 +81,10 @@ def evaluate(
     keep_directions : bool, optional
         Keep the worst directions, as large as the model, in main memory; by default the first ones, up to 2 GiB.
     progress : bool
-        Show a progress bar or, without a terminal, one line per minute.
+        Show a progress bar; where there is no terminal, once a minute.
     group : ProcessGroup, optional
-        Spread the work over these processes; each returns the whole result, but the worst directions that it found.
+        Spread the batches over these processes; each returns the whole result, but the worst directions that it found.
+        The processes of a sharded model share the examples of each batch instead.
     **search
         Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
 
@@ -183,6 +184,8 @@ def _evaluate(
 ) -> SharpnessResult:  # fmt: skip
     """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
     sharded = is_sharded_model(model)
+    if sharded and keep:
+        raise ValueError("a sharded model keeps no directions, which are as large as it is; leave keep_directions out")
     world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
     starts = search.restarts + 1 if statistic == "worst" else 0
     total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
@@ -195,7 +198,7 @@ def _evaluate(
         state,
         state,
         progress_bar(total or None, measure.name, "step", progress=progress) as bar,
-        measured(model, batches, measure, objective, group=group, **which) as (space, numbered),
+        measured(model, batches, measure, objective, **which) as (space, numbered),
     ):
         for index, batch in numbered:
             if not world.owns(index):
@@ -218,6 +221,8 @@ def _evaluate(
                         direction = space.direction(point) if (room if keep is None else keep) else None
                     del point  # as large as the model
                 assert best is not None
+                if best.rho < rho:  # how far the search got there says nothing of this ball
+                    best = replace(best, fw_gap=None, converged=None if best.converged is None else False)
                 seconds = time.perf_counter() - began
                 best = replace(best, rho=rho, passes=loss.passes + 1, worst_error=loss.worst_error, seconds=seconds)
                 results.append(best)
@@ -335,7 +340,7 @@ class _Climb:
         if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value = point.zero_(), loss.base
         result = BatchResult(
-            batch=loss.index, rho=rho, start=start, value=value - loss.base, base_loss=loss.base, worst_loss=value,
+            batch=loss.index, rho=rho, value=value - loss.base, base_loss=loss.base, worst_loss=value,
             base_error=loss.base_error, history=best.history, fw_gap=best.fw_gap, converged=best.converged,
             random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
         )  # fmt: skip
@@ -360,25 +365,9 @@ class _Climb:
         self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
 
 
-class _Lines:
-    """A stream on which every state of a bar becomes a line."""
-
-    def write(self, text: str) -> None:
-        """Write everything but bare carriage returns."""
-        if text.strip():
-            print(text.strip(), file=sys.stderr, flush=True)
-
-    def flush(self) -> None:
-        """Do nothing, because every line was flushed when it was written."""
-
-
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:
-    """Return tqdm's bar for a terminal, and for a file or pipe one that writes a line per minute, after the first."""
-    if not progress or (sys.stderr is not None and sys.stderr.isatty()):
-        return tqdm(total=total, desc=what, unit=unit, disable=not progress)
-    form = "{desc}: {n_fmt}" + ("" if total is None else " of {total_fmt}") + " {unit}s in {elapsed}"
-    form += ("" if total is None else ", {remaining} left") + "{postfix}"
-    return tqdm(
-        total=total, desc=what, unit=unit, file=_Lines(), delay=60, mininterval=60, miniters=1, leave=False,
-        bar_format=form, ascii=True, disable=sys.stderr is None,
-    )  # fmt: skip
+    """Return tqdm's bar, which a file or pipe gets once a minute, after the first."""
+    often: dict[str, Any] = {}
+    if sys.stderr is not None and not sys.stderr.isatty():
+        often = {"delay": 60, "mininterval": 60, "miniters": 1, "leave": False}
+    return tqdm(total=total, desc=what, unit=unit, disable=not progress or sys.stderr is None, **often)

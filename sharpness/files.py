@@ -26,16 +26,14 @@ def check_file(path: str | os.PathLike[str]) -> Path:
         return path
 
 
-def check_folder(path: str | os.PathLike[str], *, create: bool = True) -> Path:
-    """Raise unless files may be written into a folder or a link to one; create it and its parents if necessary."""
+def check_folder(path: str | os.PathLike[str]) -> Path:
+    """Raise unless files may be written into a folder or a link to one; it and its parents are created."""
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is {kind_of(path)}; name a folder")
     with naming_file(path):
-        if create:
-            path.mkdir(parents=True, exist_ok=True)
-        place = next(p for p in (path, *path.absolute().parents) if p.is_dir())
-        with tempfile.TemporaryFile(dir=place):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
             return path
 
 
@@ -77,13 +75,9 @@ def write_json(path: str | os.PathLike[str], found: Any) -> None:
 
 def kind_of(path: Path) -> str:
     """Describe what is at a path; empty if nothing is there."""
-    if path.is_symlink():
-        return "a symbolic link"
-    if path.is_file():
-        return "a file"
-    if path.is_dir():
-        return "a folder"
-    return "a device, pipe or socket" if path.exists() else ""
+    kinds = {"a symbolic link": Path.is_symlink, "a file": Path.is_file, "a folder": Path.is_dir}
+    named = (kind for kind, holds in kinds.items() if holds(path))
+    return next(named, "a device, pipe or socket" if path.exists() else "")
 
 
 @contextmanager

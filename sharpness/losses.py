@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from quotient_manifolds.linalg import as_count, at_least_float32
 from quotient_manifolds.symmetries.modules import default_forward, plain_class, tensors, tree_map
 
-from .errors import why_it_failed
+from .errors import lacking_rows, naming
 
 __all__ = ["LossFunction", "normalized_logits"]
 
@@ -69,38 +69,32 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     """Run a model and return its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
 
     A batch is a mapping, inputs and labels of a transformers model by name, or a pair (x, y), with labels as
-    ``torch.nn.functional.cross_entropy`` takes them. Labels of another form, and labels or token ids that the model
-    does not have, raise a ValueError.
+    ``torch.nn.functional.cross_entropy`` takes them. Labels of another form, and tokens or labels that the model does
+    not have, raise a ValueError.
     """
-    try:
-        return _default_loss(model, batch, normalize_logits)
-    except Exception as error:
-        reason = why_it_failed(error, model, batch)
-        if reason is None:
-            raise
-        raise ValueError(reason) from error
-
-
-def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outcome:
     by_name, name = isinstance(batch, Mapping), plain_class(model).__name__
     if not by_name and not (isinstance(batch, (list, tuple)) and len(batch) == 2):
         raise ValueError(
             f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
             "pass loss_fn(model, batch) for anything else, and wrap a single batch in a list"
         )
-    output, labels = default_forward(model, batch), batch.get("labels") if by_name else batch[1]
+    try:
+        output = default_forward(model, batch)
+    except IndexError as error:
+        reason = lacking_rows(error, model)
+        if reason is None:
+            raise
+        raise ValueError(reason) from error
+    labels = batch.get("labels") if by_name else batch[1]
     look_up = output.get if isinstance(output, Mapping) else partial(getattr, output)
     scores, loss = output if isinstance(output, Tensor) else look_up("logits", None), look_up("loss", None)
     if by_name and loss is None:
+        fix = "load a class with a head for them, such as …ForSequenceClassification"
         if isinstance(output, tuple) and hasattr(model, "config"):
-            raise ValueError(f"{name} returns tuples; set model.config.return_dict = True, or pass loss_fn")
-        if scores is None and "labels" in batch:
-            raise ValueError(
-                f"{name} has no head that gives a loss; load a folder saved from a class such as "
-                "…ForSequenceClassification, or pass loss_fn"
-            )
-        add = "" if "labels" in batch else "add the labels, or "
-        raise ValueError(f"{name} returned no loss for a dict with the keys {sorted(batch)}; {add}pass loss_fn")
+            fix = "set model.config.return_dict = True"
+        elif "labels" not in batch:
+            fix = "add the labels"
+        raise ValueError(f"{name} returned no loss for a dict with the keys {sorted(batch)}; {fix}, or pass loss_fn")
     if not by_name and scores is None:
         raise ValueError(f"{name} returned {type(output).__name__} without logits; pass loss_fn")
     if not by_name and scores.dim() > 1 and scores.shape[1] == 1:
@@ -118,7 +112,8 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
         exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if normalize_logits or not by_name:
-        loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
+        with naming(f"the labels do not fit the scores of {name}"):
+            loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
     if not classification:
         return Outcome(loss)
     counted = labels != IGNORED
@@ -145,19 +140,15 @@ class Objective:
     micro_batch: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss_fn, nn.Module):
+        if isinstance(self.loss_fn, nn.Module) or not (self.loss_fn is None or callable(self.loss_fn)):
             raise ValueError(
                 f"loss_fn is called as loss_fn(model, batch), so {type(self.loss_fn).__name__} cannot be one; write "
                 "lambda model, batch: criterion(model(batch[0]), batch[1])"
             )
-        if not isinstance(self.normalize_logits, bool):
-            raise ValueError(f"normalize_logits must be True or False, got {self.normalize_logits!r}")
         if self.normalize_logits and self.loss_fn is not None:
             raise ValueError("normalize_logits applies to the default loss; normalise the logits inside loss_fn")
         if self.micro_batch is not None:
             object.__setattr__(self, "micro_batch", as_count("micro_batch", self.micro_batch))
-        if self.loss_fn is not None and not callable(self.loss_fn):
-            raise ValueError(f"loss_fn must be a function (model, batch) -> loss, got {self.loss_fn!r}")
 
     def only_values(self) -> AbstractContextManager[None]:
         """Let passes whose value alone is used build no graph, unless a user's loss may contain gradients."""
@@ -205,12 +196,6 @@ class Objective:
         """
         if self.micro_batch is None:
             return
-        for name, m in model.named_modules():
-            if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None:
-                raise ValueError(
-                    f"micro_batch would change what the layer {name!r} ({type(m).__name__} without running "
-                    "statistics) computes; leave micro_batch out"
-                )
         count, step = count_examples(batch), max(2, self.micro_batch)
         starts = range(0, count - 1, step if self.micro_batch > 1 else 1)
         for start in starts if all_of_them else starts[:1]:
@@ -220,7 +205,9 @@ class Objective:
             labels = labels_of(piece)
             if labels is not None and labels.dim() == 1:  # by class: similar halves would not reveal class weights
                 piece = _rows(piece, labels.argsort(stable=True), size)
-            both, apart = (replace(self, micro_batch=m).value(model, piece) for m in (None, -(-size // 2)))
+            both = replace(self, micro_batch=None).value(model, piece)
+            with naming("micro_batch makes pieces that the model does not take; leave it out"):
+                apart = replace(self, micro_batch=-(-size // 2)).value(model, piece)
             bound = max(1e-5, min(1e3 * rounding_error(model), 1e-2)) * max(abs(both), abs(apart), 1e-3)
             if math.isfinite(both) and abs(both - apart) > bound:
                 raise ValueError(

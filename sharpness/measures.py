@@ -9,7 +9,7 @@ of pairs, derive from :class:`PairBlock`, and name the class as the ``pair_block
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, ClassVar
@@ -291,7 +291,7 @@ class PairBlock:
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
             rounded = gauge.to(dtype)
             self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
-            self.tangent: Any = self.horizontal_space(*((gauge, x) if at_model else (rounded.at_canonical(), None)))
+            self.tangent: Any = self.horizontal_space(*((gauge, x) if at_model else (rounded, None)))
         self.dim = x.numel() * (2 if x.is_complex() else 1)
         #: Whether the retraction is a quadratic function of the vector, as the Hessian needs.
         self.quadratic = type(self).retract is PairBlock.retract and measure.geodesic != "exact"
@@ -336,15 +336,9 @@ class PairBlock:
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a vector that depends on the orbit alone."""
-        return self._projected(self.tangent.random(generator))
-
-    def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
-        """Make such a vector from the numbers of :func:`quotient_manifolds.tangent.draw_gaussians`."""
-        return self._projected(self.tangent.from_gaussians(drawn))
-
-    def _projected(self, u: Tensor) -> Tensor:
         # It is horizontal up to rounding, which weak directions amplify: project once more.
-        return self._flat(self.tangent.project_coordinates(self.tangent.coordinates(u)))
+        c = self.tangent.coordinates(self.tangent.random(generator))
+        return self._flat(self.tangent.project_coordinates(c))
 
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared length of every pair's part."""
@@ -358,7 +352,7 @@ class PairBlock:
             return self.tangent.retr(u)
         # The share is constant to autograd: beyond the boundary the retraction depends only on the vector's direction.
         share = (_INSIDE * self.tangent.exit_time(u.detach())).clamp_max(1)
-        return self.tangent.expmap(u * share[..., None, None])
+        return self.tangent.geodesic(u * share[..., None, None])[0]
 
     def move_(self, out: Tensors, c: Tensor | None) -> None:
         """Retract, and write the factors of every pair."""

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
 from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
 from quotient_manifolds.symmetries.modules import plain_class, plain_names, to_device
@@ -22,14 +23,11 @@ from quotient_manifolds.symmetries.registry import UnknownAttentionError, candid
 from quotient_manifolds.symmetries.stacks import PairList
 
 from .building import trainable
-from .distributed import World, is_sharded_model
+from .distributed import is_sharded_model
 from .losses import Objective, count_examples, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .sharded import ShardedSpace
 from .space import WeightSpace
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
@@ -73,7 +71,7 @@ class BatchLoss:
         if index > 0:  # all pieces of batch 0 were checked
             objective.check_pieces(space.model, batch, all_of_them=False)
         self._check_symmetries()
-        if not space.world.all(bool(self.base_gradient.isfinite().all())):
+        if not space.world.all(finite(self.base_gradient)):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
                 f"{self.base:.6g}; check the model and loss_fn for a square root or logarithm at zero"
@@ -107,11 +105,9 @@ class BatchLoss:
     def _total(self, xi: Tensor | None) -> float:
         """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
-        value, wrong, counted = 0.0, 0, 0
-        for weight, loss, wrong_here, counted_here in self._seen:
-            value += weight * loss
-            if weight:
-                wrong, counted = wrong + wrong_here, counted + counted_here
+        seen = [piece for piece in self._seen if piece[0]]
+        value = sum(weight * loss for weight, loss, _, _ in seen)
+        wrong, counted = sum(piece[2] for piece in seen), sum(piece[3] for piece in seen)
         totals = self.space.world.sum(torch.tensor([value, wrong, counted], dtype=torch.float64))
         value, wrong, counted = totals.tolist()
         value /= self.space.world.size
@@ -169,7 +165,7 @@ def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[f
     FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied by the
     number of processes.
     """
-    size, rank = space.examples.size, space.examples.rank
+    size, rank = space.world.size, space.world.rank
     if size > 1 and objective.micro_batch is None:
         objective = replace(objective, micro_batch=-(-count_examples(batch) // size))
         objective.check_pieces(space.model, batch, all_of_them=False)
@@ -186,8 +182,7 @@ def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[f
 @contextmanager
 def measured(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective, *,
-    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, group: ProcessGroup | None = None,
-    offload: bool = False,
+    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, offload: bool = False,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
@@ -195,8 +190,7 @@ def measured(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
     sharded = is_sharded_model(model)
-    kind = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
-    make = partial(kind, model, only=only, offload=offload)
+    make = partial(ShardedSpace if sharded else WeightSpace, model, only=only, offload=offload)
     with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         try:

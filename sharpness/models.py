@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ class LoadedModel:
     model : nn.Module
         The model, on the CPU and in evaluation mode.
     example : dict or Tensor or None
-        Random inputs for ``model(**example)`` or ``model(example)``; None for a function's model.
+        Inputs for a trial, ``model(**example)`` or ``model(example)``, of models of transformers and timm.
     transform : callable or None
         From an RGB image of Pillow to a float32 tensor (channels, height, width), as the model's library prepares
         images; for a function's model its attribute ``image_transform``.
@@ -74,28 +73,31 @@ class LoadedModel:
             tokenizer = AutoTokenizer.from_pretrained(self.folder, **_LOCAL)
             longest = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
             tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
-            padding = getattr(config, "pad_token_id", None)
-            if tokenizer.pad_token is None:  # any token will do, for a mask hides it
-                unset = tokenizer.eos_token_id or 0
-                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(unset if padding is None else padding)
-            if padding is None:
-                config.pad_token_id = tokenizer.pad_token_id  # by which classifiers find the last token of a text
+            known = (getattr(config, "pad_token_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+            # By the model's number classifiers find the last token of a text; any token pads, for a mask hides it.
+            config.pad_token_id = next(number for number in known if number is not None)
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
         return tokenizer
 
     @property
-    def predicts(self) -> str | None:
-        """What a language model predicts: ``"next"`` or ``"masked"`` tokens, or a ``"text"``; None for others."""
-        name = type(self.model).__name__
-        if self.folder is None or name == "XLNetLMHeadModel":  # which does not predict the next token
-            return None
+    def predicts_tokens(self) -> bool:
+        """Whether the labels of a text are its own tokens: a transformers model that predicts each from those before.
+
+        Those that predict masked tokens, or one text from another, raise a ValueError.
+        """
+        if self.folder is None:
+            return False
         from transformers.models.auto import modeling_auto as auto
 
-        kinds = {  # some stand in several lists
-            "text": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-            "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-            "next": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        }
-        return next((kind for kind, names in kinds.items() if name in names.values()), None)
+        name = type(self.model).__name__
+        masked, texts = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        if name in {*masked.values(), *texts.values(), "XLNetLMHeadModel"}:
+            raise ValueError(
+                f"{name} predicts other tokens of a text than the next ones, so a table does not say its labels; "
+                "return batches with labels from a function of yours (module:function)"
+            )
+        return name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -115,10 +117,7 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function``, a function without
         arguments that returns a model; if the model has an ``image_transform``, images are read by it.
     checkpoint : str, optional
-        Local weights for a named model; without them the weights are random. For an open_clip model they are those of
-        the whole model or, as in the public "model soups", ``model.visual.…`` with ``classification_head.weight`` and
-        ``.bias``: then the model is the image tower with this head. Half-precision weights of the latter become
-        float32.
+        Local weights for a named model; without them the weights are random.
 
     Returns
     -------
@@ -150,24 +149,23 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         if checkpoint is not None:
             raise ValueError("a transformers folder contains its own weights; leave out the checkpoint")
         return _from_folder(folder)
+    state = {} if checkpoint is None else load_state_dict(checkpoint)
     if ":" in name:
-        parts = _from_function
+        loaded = _from_function(name)
     elif importlib.util.find_spec("open_clip") and name in importlib.import_module("open_clip").list_models():
-        parts = _from_open_clip
+        loaded = _from_open_clip(name)
     elif importlib.util.find_spec("timm") and importlib.import_module("timm").is_model(name):
-        parts = _from_timm
-    elif "/" in name or os.sep in name:
-        raise FileNotFoundError(f"there is no folder {name!r}")
+        loaded = _from_timm(name, state)
     else:
         raise ValueError(
-            f"{name!r} is not the name of an open_clip or timm model, nor module:function, and there is no folder of "
-            "this name; the names need pip install 'quotient-manifolds[clip,timm]'"
+            f"there is no folder {name!r}, and it is not the name of an open_clip or timm model (the names need "
+            "pip install 'quotient-manifolds[clip,timm]'), nor module:function"
         )
-    model, example, transform, state = parts(name, {} if checkpoint is None else load_state_dict(checkpoint))
     if checkpoint is not None:
-        with naming(f"the weights in {checkpoint} are not those of {type(model).__name__}"):
-            model.load_state_dict(state)
-    return LoadedModel(model.eval(), example, transform)
+        with naming(f"the weights in {checkpoint} are not those of {type(loaded.model).__name__}"):
+            loaded.model.load_state_dict(state)
+    loaded.model.eval()
+    return loaded
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -222,51 +220,21 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return {str(k).removeprefix("module."): v for k, v in state.items()}
 
 
-def _from_function(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def _from_function(name: str) -> LoadedModel:
     model = called(name)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
-    return model, None, getattr(model, "image_transform", None), state
+    return LoadedModel(model, transform=getattr(model, "image_transform", None))
 
 
-class ClipClassifier(nn.Module):
-    """CLIP's image tower (images → features f) with a linear head on the normalised features, W f / ‖f‖ + b.
-
-    Radford et al. 2021; the state dicts are those of Wortsman et al. 2022 (model soups).
-    """
-
-    def __init__(self, visual: nn.Module, head: nn.Linear) -> None:
-        super().__init__()
-        self.visual, self.classification_head = visual, head
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Compute the logits, (examples, classes), of images, (examples, channels, height, width)."""
-        features = self.visual(images)
-        return self.classification_head(features / features.norm(dim=-1, keepdim=True))
-
-
-def _from_open_clip(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def _from_open_clip(name: str) -> LoadedModel:
     import open_clip
 
-    clip, _, transform = open_clip.create_model_and_transforms(name, pretrained=None)
-    images, head = random_images(clip.visual.image_size), state.get("classification_head.weight")
-    if head is None:
-        length, words = getattr(clip, "context_length", 77), getattr(clip, "vocab_size", 49408)
-        return clip, {"image": images, "text": torch.randint(1, words - 1, (2, length))}, transform, state
-    if f"{name}-quickgelu" in open_clip.list_models():
-        raise ValueError(
-            f"the checkpoint is a fine-tuned CLIP of OpenAI's, which uses QuickGELU: name the model {name}-quickgelu "
-            f"({name} would give other outputs)"
-        )
-    if head.dim() != 2:
-        raise ValueError("the checkpoint has no matrix classification_head.weight (classes × features) for the head")
-    state = {k.removeprefix("model."): v.float() for k, v in state.items() if v.is_floating_point()}
-    state = {k: v for k, v in state.items() if k.startswith(("visual.", "classification_head."))}
-    linear = nn.Linear(head.shape[1], head.shape[0], bias="classification_head.bias" in state)
-    return ClipClassifier(clip.visual, linear), images, transform, state
+    model, _, transform = open_clip.create_model_and_transforms(name, pretrained=None)
+    return LoadedModel(model, transform=transform)
 
 
-def _from_timm(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def _from_timm(name: str, state: Mapping[str, Tensor]) -> LoadedModel:
     import timm
 
     model = timm.create_model(name, pretrained=False)
@@ -275,59 +243,51 @@ def _from_timm(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
     if head is not None and head.dim() and head.shape[0] != model.num_classes:
         model = timm.create_model(name, pretrained=False, num_classes=head.shape[0])
     settings = timm.data.resolve_model_data_config(model)
-    return model, torch.randn(2, *settings["input_size"]), timm.data.create_transform(**settings), state
+    return LoadedModel(model, _images(*settings["input_size"]), timm.data.create_transform(**settings))
 
 
 def _from_folder(folder: Path) -> LoadedModel:
     """Load a transformers folder, whose weights must all be there and all be used."""
     with require_extra(f"reading {folder} needs transformers", "transformers"):
         import transformers
-    path = folder / "config.json"
     if (folder / "adapter_config.json").is_file():  # transformers would attach it, and freeze everything else
-        how = "beside the weights of a model" if path.is_file() else "without the model that it adapts"
         raise ValueError(
-            f"{folder} holds a PEFT adapter {how}; save the whole model after merge_and_unload(), move "
-            "adapter_config.json away, or return what is to be measured from a function of yours (module:function)"
+            f"{folder} holds a PEFT adapter; save the whole model after merge_and_unload(), move adapter_config.json "
+            "away, or return what is to be measured from a function of yours (module:function)"
         )
-    if not path.is_file():
+    if not (folder / "config.json").is_file():
         raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model")
-    with quiet(), naming(f"{path} is not a configuration"):
+    with quiet(), naming(f"{folder} cannot be loaded"):
         settings, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    for key, value in settings.items():
-        if "layers" in key and isinstance(value, int) and value > 1000:  # it would take minutes, whatever the weights
-            raise ValueError(f"{path} asks for {key} = {value}, which is too large to build")
-    name = (settings.get("architectures") or ["AutoModel"])[0]
-    cls: Any = getattr(transformers, str(name), None)
-    known = isinstance(cls, type) and issubclass(cls, (transformers.PreTrainedModel, transformers.AutoModel))
-    if not known:
-        raise ValueError(f"{path} names the architecture {name!r}, which transformers does not have")
-    with quiet(), naming(f"{folder} cannot be loaded as {cls.__name__}"):
-        try:
-            model, report = cls.from_pretrained(
-                folder, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
-            )
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                "it holds pickled objects other than tensors, and pickled code is never executed; save the model "
-                "again with save_pretrained, which writes safetensors"
-            ) from error
-    # Without some of the weights the model would be random, and with others it would be another one.
-    kinds = {"mismatched_keys": "have another shape of", "missing_keys": "lack", "unexpected_keys": "have besides"}
-    for kind, words in kinds.items():
-        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in report.get(kind) or ())
-        if names:
-            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-            raise ValueError(
-                f"the weights in {folder} are not those of config.json: they {words} {', '.join(names[:2])}{more}; a "
-                "model with random or missing weights would not be the one that was saved: use the configuration that "
-                "they were saved with, or load and save the model again by from_pretrained and save_pretrained of the "
-                "right class"
-            )
-    with naming(f"{path} cannot be used"):
+        kind: Any = getattr(transformers, (settings.get("architectures") or ["AutoModel"])[0])
+        model, report = kind.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL)
         labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
-        example = _transformers_example(model.config)
+        example = _example(model)
+    # Without some of the weights the model would be random, and with others it would be another one.
+    for wrong in ("mismatched", "missing", "unexpected"):
+        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in report.get(f"{wrong}_keys") or ())
+        if names:
+            raise ValueError(
+                f"the weights in {folder} are not those of config.json: {wrong} are {len(names)}, such as {names[0]}; "
+                "use the configuration that they were saved with, or load and save the model again by from_pretrained "
+                "and save_pretrained of the right class"
+            )
     transform = image_transform(folder, model.config) if files_of(folder, ("*processor_config.json",)) else None
     return LoadedModel(model.eval(), example, transform, folder, labels)
+
+
+def _example(model: Any) -> dict[str, Tensor] | None:
+    """Return inputs for a trial: random images, transformers' own tokens, or both; None for other kinds of models."""
+    vision = getattr(model.config, "vision_config", model.config)
+    size = getattr(vision, "image_size", None)
+    images = {} if size is None else {"pixel_values": _images(vision.num_channels, *np.broadcast_to(size, 2).tolist())}
+    by_kind = {"pixel_values": images, "input_ids": {**model.dummy_inputs, **images}}
+    return by_kind.get(model.main_input_name)
+
+
+def _images(*shape: int) -> Tensor:
+    """Draw two random images."""
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def image_transform(folder: Path, config: Any) -> Callable[[Any], Tensor]:
@@ -352,31 +312,6 @@ def image_transform(folder: Path, config: Any) -> Callable[[Any], Tensor]:
         return pixels[0].float()
 
     return transform
-
-
-def _transformers_example(config: Any) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    example: dict[str, Tensor] = {}
-    text, vision = (getattr(config, f"{kind}_config", config) for kind in ("text", "vision"))
-    size = getattr(vision, "image_size", None)
-    if size is not None:
-        example["pixel_values"] = random_images(size, getattr(vision, "num_channels", 3), generator)
-    if getattr(text, "vocab_size", None) and (size is None or vision is not config):
-        length = min(16, getattr(text, "max_position_embeddings", 16) or 16)
-        ids = torch.randint(3, max(4, text.vocab_size - 1), (2, length), device="cpu", generator=generator)
-        if getattr(config, "is_encoder_decoder", False):
-            example["decoder_input_ids"] = ids[:, : max(1, length // 2)]
-        example["input_ids"] = ids
-    if getattr(config, "num_mel_bins", None) and config.model_type == "whisper":
-        example["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
-        del example["input_ids"]
-    return example
-
-
-def random_images(size: Any, channels: int = 3, generator: torch.Generator | None = None) -> Tensor:
-    """Draw two images of a size in any of the forms of configurations: a number, height and width, or a dict."""
-    shape = np.broadcast_to(list(size.values()) if isinstance(size, dict) else size, 2)
-    return torch.randn(2, channels, *shape.tolist(), device="cpu", generator=generator)
 
 
 def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

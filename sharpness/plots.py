@@ -42,24 +42,6 @@ _WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)",
 _KINDS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
 
 
-def dark_map() -> Any:
-    """Return a colour map for lines and dots on white: viridis without its yellow end.
-
-    Returns
-    -------
-    matplotlib.colors.Colormap
-
-    Examples
-    --------
-    >>> dark_map().N
-    256
-    """
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
-
-    return ListedColormap(colormaps["viridis"](np.linspace(0, 0.75, 256)))
-
-
 @contextmanager
 def figure(
     path: str | os.PathLike[str] | None, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
@@ -98,29 +80,6 @@ def figure(
         if path is not None:
             with atomic_write(path) as own:
                 drawn.savefig(own)
-
-
-def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
-    """Set ticks of a logarithmic x-axis as plain numbers: at these places, or at every 10ⁿ and 3·10ⁿ in view.
-
-    Parameters
-    ----------
-    axes : matplotlib.axes.Axes
-    places : sequence of float, optional
-
-    Examples
-    --------
-    >>> with figure(None, (4, 3)) as (drawn, ((axes,),)):
-    ...     line = axes.semilogx([0.1, 1], [0, 1])
-    ...     plain_ticks(axes, [0.1, 1])
-    >>> [label.get_text() for label in axes.get_xticklabels()]
-    ['0.1', '1']
-    """
-    if places is None:
-        low, high = axes.get_xlim()
-        places = [x for n in range(-6, 3) for x in (10.0**n, 3 * 10.0**n) if low <= x <= high]
-    axes.set_xticks(places, [f"{x:g}" for x in places])
-    axes.set_xticks([], minor=True)
 
 
 def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
@@ -177,15 +136,14 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     """
     if not found:
         raise ValueError("there are no shares to draw")
-    cells: dict[tuple[str, str], float] = {}
-    for s in found:
-        cells[s.layer, _column(s)] = cells.get((s.layer, _column(s)), 0.0) + s.share
-    layers = list(dict.fromkeys(s.layer for s in found))
-    columns = sorted(dict.fromkeys(map(_column, found)), key=lambda name: name == "weights")  # which come last
-    table = np.array([[cells.get((layer, name), np.nan) for name in columns] for layer in layers])
+    with require_extra("figures need pandas", "plot"):
+        import pandas as pd
+    frame = pd.DataFrame([(s.layer, _column(s), s.share) for s in found], columns=["layer", "column", "share"])
+    table = frame.pivot_table(index="layer", columns="column", values="share", aggfunc="sum", sort=False)
+    layers, columns = list(table.index), sorted(table.columns, key=lambda name: name == "weights")  # which come last
     size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
     with figure(path, size) as (drawn, ((axes,),)):
-        shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
+        shown = axes.imshow(100 * table[columns], aspect="auto", vmin=0, interpolation="none")
         axes.set_xticks(range(len(columns)), columns, fontsize="x-small", rotation=90)
         step = 1 + len(layers) // 54
         axes.set_yticks(range(0, len(layers), step), layers[::step], fontsize="small")
@@ -228,11 +186,13 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
     """
     if not found:
         raise ValueError("there are no pairs to draw; find_symmetric_pairs(model) lists why")
+    from matplotlib import colormaps
+
     kinds = list(dict.fromkeys(s.kind for s in found))
     with figure(path, (4.6 * (len(kinds) + 1), 4.4), 1, len(kinds) + 1) as (drawn, ((*panels, last),)):
         for axes, kind in zip(panels, kinds, strict=True):
             mine = [s for s in found if s.kind == kind]
-            for shade, s in zip(dark_map()(np.linspace(0, 1, len(mine))), mine, strict=True):
+            for shade, s in zip(colormaps["viridis"](np.linspace(0, 0.75, len(mine))), mine, strict=True):
                 axes.semilogy(range(1, len(s.product) + 1), s.product, color=shade, linewidth=1)
             axes.set(xlabel="index", title=f"{_KINDS.get(kind, kind)}: σ of GHᵀ, dark: first layers")
         panels[0].set_ylabel("singular value")

@@ -13,7 +13,7 @@ from torch import Tensor
 from quotient_manifolds.linalg import in_double, standard_normal
 from quotient_manifolds.symmetries.blocks import real_view
 
-from .measures import Measure, Tensors
+from .measures import ElementwiseBlock, Measure, PairBlock, Tensors
 
 #: Numbers in the frames of a parameter's points, each the square of a point's size.
 _LARGEST = 2**22
@@ -182,3 +182,7 @@ class PointBlock:
             c = points.detach().requires_grad_()
             end = self.retract(self._shaped(self._vector(c)))
             return torch.autograd.grad(real_view(end), c, real_view(in_double(egrad)))[0]
+
+
+#: A block of any kind.
+Block = ElementwiseBlock | PairBlock | PointBlock

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
-from statistics import fmean
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, stdev
 from typing import Any
 
 from .ascent import Search
 from .direction import Direction
 from .files import write_json
-from .measures import Measure
+from .measures import MEASURES, Measure
 from .shares import LayerShare, LayerShares
 
 #: Largest ρ/σ_h at which the ball of the mix metric stays on the manifold.
@@ -41,15 +42,13 @@ class BatchResult:
         counts as one.
     seconds : float
         Wall time.
-    start : int
-        0 for the ascent from the weights, else the number of the random start with the best result.
     random_start : bool
         The gradient at the weights was zero to within rounding, so the ascent began in a random direction.
     fw_gap : float or None
         Frank–Wolfe gap: the first-order estimate of what a further step from the worst point can gain, see
-        :class:`sharpness.ascent.Ascent`.
+        :class:`sharpness.ascent.Ascent`. None if it is not known, as for a worst point found in a smaller ball.
     converged : bool or None
-        Whether the gap is below the tolerance; None without a tolerance.
+        Whether the gap is known to be below the tolerance; None without a tolerance.
     trace : float or None
         An estimate of the Hessian's trace.
     std_error : float or None
@@ -82,7 +81,6 @@ class BatchResult:
     base_error: float | None
     passes: int = 1
     seconds: float = 0.0
-    start: int = 0
     worst_error: float | None = None
     random_start: bool = False
     fw_gap: float | None = None
@@ -92,13 +90,6 @@ class BatchResult:
     distance: float = 0.0
     num_exited_pairs: int = 0
     history: tuple[float, ...] = ()
-
-    @property
-    def error_increase(self) -> float | None:
-        """Worst error minus base error."""
-        if self.worst_error is None or self.base_error is None:
-            return None
-        return self.worst_error - self.base_error
 
 
 @dataclass(frozen=True)
@@ -145,9 +136,9 @@ class SharpnessResult:
     >>> result = sharpness.evaluate(model, [torch.ones(1, 1)], loss, measure="adaptive", rho=[0.1, 0.2])
     >>> print(result)
     adaptive sharpness of Linear: 1 batch, power ascent of 20 steps or until 0.0003 of the increase, seed 0
-           rho   base loss  worst loss   sharpness        error rate   passes
-           0.1     1.00000     1.44000     0.44000                 -      2.0
-           0.2     1.00000     1.96000     0.96000                 -      2.0
+           rho   base loss  worst loss   sharpness  std. error        error rate   passes
+           0.1     1.00000     1.44000     0.44000           -                 -      2.0
+           0.2     1.00000     1.96000     0.96000           -                 -      2.0
     >>> f"{float(result[0.2]):.2f}"
     '0.96'
     """
@@ -191,7 +182,8 @@ class SharpnessResult:
     @property
     def error_increase(self) -> float | None:
         """Mean over the batches of the largest increase of the error rate, at one radius; None without labels."""
-        return self._mean("error_increase")
+        worst, base = self._mean("worst_error"), self._mean("base_error")
+        return None if worst is None or base is None else worst - base
 
     @property
     def trace(self) -> float | None:
@@ -227,8 +219,8 @@ class SharpnessResult:
         found = self._directions.get((batch_index, rho))
         if found is None:
             raise KeyError(
-                f"no direction for batch {batch_index} at rho = {rho}: there was no such measurement (an average has "
-                "none), another process of the group found it, or it was not kept: pass keep_directions=True"
+                f"no direction for batch {batch_index} at rho = {rho}: it was not measured (an average has none), or "
+                "found by another process of the group, or not kept: pass keep_directions=True"
             )
         return found
 
@@ -250,36 +242,17 @@ class SharpnessResult:
         """
         moving = [d for d in (self.direction(b.batch) for b in self.batches) if d.norm > 0]
         if not moving:
-            raise ValueError(
-                "the worst directions have length 0, because the loss did not rise at this radius; use a larger one"
-            )
+            raise ValueError("the loss did not rise at this radius: the directions have length 0; use a larger one")
         found: dict[tuple[str, str, int | None], float] = {}
         for d in moving:
             for place, square in d.squares.items():
                 found[place] = found.get(place, 0.0) + square / d.norm**2 / len(moving)
         return LayerShares(LayerShare(*place, share) for place, share in found.items())
 
-    def by_part(self) -> dict[str, float]:
-        """Compute the share of each part of the network in the squared length of the worst directions, at one radius.
-
-        Returns
-        -------
-        dict of str to float
-            The sums of :meth:`by_layer` over layers and heads, in the order of :data:`sharpness.shares.PARTS`.
-
-        Raises
-        ------
-        KeyError, ValueError
-            As :meth:`by_layer`.
-        """
-        return self.by_layer().by_part()
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the directions as plain numbers, strings, lists and dicts."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(replace(self, _directions={}))))
         del found["_directions"]
-        for row, b in zip(found["batches"], self.batches, strict=True):
-            row["error_increase"] = b.error_increase
         return {**found, "sharpness": {str(rho): float(self[rho]) for rho in self.rhos}}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
@@ -297,10 +270,11 @@ class SharpnessResult:
         batches = f"{count} batch{'es' * (count > 1)}"
         if self.statistic in ("worst", "average"):
             return "\n".join([*_table(self, batches), *_moved(self), *_doubts(self), *self.remarks])
-        line = f"gradient norm of {self.model} in the metric of {self.measure.name}: {float(self):.6g}, {batches}"
+        value = f"{float(self):.6g}" + (f" ± {_spread(self):.2g}" if count > 1 else "")
+        line = f"gradient norm of {self.model} in the metric of {self.measure.name}: {value}, {batches}"
         if self.trace is not None:
             line = (
-                f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {float(self):.6g}, "
+                f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {value}, "
                 f"trace {self.trace:.6g} ± {self.std_error or 0.0:.2g}, {batches}"
             )
         return "\n".join([line, *self.remarks])
@@ -315,65 +289,58 @@ def _table(result: SharpnessResult, batches: str) -> list[str]:
         starts = f", {search.restarts} restart{'s' * (search.restarts > 1)}" * bool(search.restarts)
         effort = f"{search.ascent} ascent of {search.steps} steps{stop}{starts}"
     lines = [f"{measure.name} sharpness of {result.model}: {batches}, {effort}, seed {search.seed}"]
-    switches = [f"{measure.geodesic} geodesics"] if measure.divides else []
-    for name in ("symmetry", *[f.name for f in fields(measure)][len(fields(Measure)) :]):
-        if getattr(measure, name) != getattr(type(measure), name):
-            switches.append(f"{name}={getattr(measure, name)}")
-    if measure.pair_block is not None:
-        switches.append(type(measure).__name__)
+    named, own = vars(MEASURES.get(measure.name, measure)), vars(measure).items()
+    changed = [f"{k}={v}" for k, v in own if k not in ("geodesic", "rho") and v != named.get(k, v)]
+    switches = [*[f"{measure.geodesic} geodesics"] * measure.divides, *changed]
     lines += [", ".join(switches)] if switches else []
     worst = "worst loss" if result.statistic == "worst" else "mean loss"
-    lines.append(f"{'rho':>10}  {'base loss':>10}  {worst:>10}  {'sharpness':>10}  {'error rate':>16}  {'passes':>7}")
+    rows = [["rho", "base loss", worst, "sharpness", "std. error", "error rate", "passes"]]
     for rho in result.rhos:
         found, value = result[rho].batches, float(result[rho])
         base, passes = (fmean(getattr(b, name) for b in found) for name in ("base_loss", "passes"))
-        errors = "-"
+        spread, errors = f"{_spread(result[rho]):.5f}" if len(found) > 1 else "-", "-"
         if all(b.worst_error is not None for b in found):
             before, after = (fmean(getattr(b, name) or 0.0 for b in found) for name in ("base_error", "worst_error"))
             errors = f"{before:.1%} → {after:.1%}"
-        lines.append(
-            f"{rho:>10.4g}  {base:>10.5f}  {base + value:>10.5f}  {value:>10.5f}  {errors:>16}  {passes:>7.1f}"
-        )
-    return lines
+        losses = [f"{loss:.5f}" for loss in (base, base + value, value)]
+        rows.append([f"{rho:.4g}", *losses, spread, errors, f"{passes:.1f}"])
+    widths = (10, 10, 10, 10, 10, 16, 7)
+    return lines + ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def _spread(result: SharpnessResult) -> float:
+    """Compute the standard error over several batches, at one radius."""
+    return stdev(b.value for b in result.batches) / len(result.batches) ** 0.5
 
 
 def _moved(result: SharpnessResult) -> list[str]:
     """Describe the parts moved by the worst directions at the largest radius, if kept and if there are several."""
     rho = max(result.rhos)
     try:
-        shares = [f"{part} {share:.0%}" for part, share in result[rho].by_part().items()]
+        shares = [f"{part} {share:.0%}" for part, share in result[rho].by_layer().by_part().items()]
     except (KeyError, ValueError):
         return []
     return [f"moved at rho = {rho:g}: " + ", ".join(shares)] if len(shares) > 1 else []
 
 
-def _doubts(result: SharpnessResult) -> list[str]:
+def _doubts(result: SharpnessResult) -> Iterator[str]:
     """Say what limits the numbers."""
-    lines, smallest = [], result.min_singular_value
+    batches, smallest = result.batches, result.min_singular_value
     if result.measure.pair_metric == "mix" and smallest:
         ratio = max(result.rhos) / smallest
-        lines.append(f"largest rho over the smallest singular value of a pair: {ratio:.3g}")
+        yield f"largest rho over the smallest singular value of a pair: {ratio:.3g}"
         if ratio > LEAVES:
-            lines.append(
+            yield (
                 "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the "
                 "breakdown of its retraction, not the network"
             )
-    total = len(result.batches)
-    doubts = (
-        (result.num_uncertified, "{} pairs got no gradient from these data, so nothing certifies their symmetry"),
-        (result.num_null, "{} directions of pairs are zero to within rounding and are not moved"),
-        (
-            sum(b.random_start for b in result.batches),
-            f"{{}} of {total} ascents began in a random direction: the gradient at the weights was zero to within "
-            "rounding",
-        ),
-        (
-            sum(b.num_exited_pairs > 0 for b in result.batches),
-            f"{{}} of {total} worst points have pairs whose geodesic would leave the manifold; it was shortened",
-        ),
-        (
-            sum(b.converged is False for b in result.batches),
-            f"{{}} of {total} ascents used all their steps and did not converge; more steps may give a larger value",
-        ),
-    )
-    return lines + [text.format(count) for count, text in doubts if count]
+    flat, exited = (sum(getattr(b, name) > 0 for b in batches) for name in ("random_start", "num_exited_pairs"))
+    unconverged = sum(b.converged is False for b in batches)
+    counts = {
+        "{} pairs got no gradient from these data, so nothing certifies their symmetry": result.num_uncertified,
+        "{} directions of pairs are zero to within rounding and are not moved": result.num_null,
+        "{} of {} ascents began in a random direction: the gradient at the weights was zero to within rounding": flat,
+        "{} of {} worst points have pairs whose geodesic would leave the manifold; it was shortened": exited,
+        "{} of {} ascents used all their steps and did not converge; more steps may give a larger value": unconverged,
+    }
+    yield from (text.format(count, len(batches)) for text, count in counts.items() if count)

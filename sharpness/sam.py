@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,31 +17,10 @@ from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import real_view
 from quotient_manifolds.symmetries.certificate import Certification
 
-from .building import Block, build_blocks, divide, trainable, warn_of_unknown
-from .measures import ElementwiseBlock, Measure, PairBlock, get_measure
-from .points import check_points
-
-#: The optimisers that may have moved a model. Its hooks look here, so that a copy of the model has no optimiser.
-_OF_MODEL: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GeodesicSAM]] = weakref.WeakKeyDictionary()
-
-
-def _before_saving(model: nn.Module, *_: Any) -> None:
-    for sam in _OF_MODEL.get(model, ()):
-        sam.restore()
-
-
-def _watch(sam: GeodesicSAM) -> None:
-    """Let a model restore its weights before they are saved, replaced or evaluated."""
-    if sam.model not in _OF_MODEL:
-        sam.model.register_state_dict_pre_hook(_before_saving)
-        sam.model.register_load_state_dict_pre_hook(_before_saving)
-        sam.model.register_forward_pre_hook(_before_pass)
-    _OF_MODEL.setdefault(sam.model, weakref.WeakSet()).add(sam)
-
-
-def _before_pass(model: nn.Module, *_: Any) -> None:
-    for sam in () if model.training or torch.is_grad_enabled() else _OF_MODEL.get(model, ()):
-        sam.restore(inside=False)
+from .building import build_blocks, divide, trainable, warn_of_unknown
+from .measures import Measure, PairBlock, get_measure
+from .perturb import pointing_to
+from .points import Block, check_points
 
 
 def _build(
@@ -70,49 +48,6 @@ def _build(
     if measure.pair_block is not None:
         raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
     return list(parameters.values()), blocks
-
-
-def _moved(
-    copies: dict[Tensor, Tensor], blocks: list[Block], gradients: dict[Tensor, Tensor], rho: float, *, factorise: bool
-) -> dict[Tensor, Tensor]:
-    """Write weights that lie ρ along a gradient to copies, and return these; none for a gradient without direction."""
-    steps, squares = list[Tensor](), list[Tensor]()
-    for block in blocks:
-        if isinstance(block, PairBlock):
-            block.refresh(factorise=factorise)
-            steps.append(block.tangent.egrad2rgrad(block.stack.gather(gradients)))
-            squares.append(block.tangent.inner(steps[-1]).sum())
-        elif isinstance(block, ElementwiseBlock):
-            block.refresh()
-            steps.append(copies[block.parameter].contiguous().view(-1))  # the copy itself, if it may be
-            block.pull_back_(steps[-1], gradients, None)
-            squares.append(torch.linalg.vector_norm(steps[-1]).square())
-        else:
-            block.refresh()
-            steps.append(real_view(copies[block.parameter]).new_empty(block.dim))
-            block.pull_back_(steps[-1], gradients, None)
-            squares.append(torch.linalg.vector_norm(steps[-1]).square())
-    norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
-    if not 0 < norm < math.inf:
-        return {}
-    for block, u in zip(blocks, steps, strict=True):
-        u.mul_(rho / norm)
-        if isinstance(block, PairBlock):
-            block.stack.scatter_(block.retract(u), copies)
-        else:
-            block.move_(copies, u)
-    return copies
-
-
-def _skipped(sam: Optimizer) -> bool:
-    """Do what ``GradScaler`` leaves to this kind of optimiser: skip the step, or unscale the gradients."""
-    found_inf, scale = getattr(sam, "found_inf", None), getattr(sam, "grad_scale", None)
-    if found_inf is not None and float(found_inf) > 0:
-        return True
-    for p in (p for group in sam.param_groups for p in group["params"]):
-        if scale is not None and p.grad is not None:
-            p.grad.div_(scale.to(p.grad.device, p.grad.dtype))
-    return False
 
 
 class GeodesicSAM(Optimizer):
@@ -152,7 +87,7 @@ class GeodesicSAM(Optimizer):
 
     Notes
     -----
-    Foret et al. 2021 (SAM), Kwon et al. 2021 (ASAM). Three ways to use it::
+    Foret et al. 2021 (SAM), Kwon et al. 2021 (ASAM). Two ways to use it::
 
         loss = sam.step(closure)  # the closure sets gradients to zero, computes the loss and its gradients
 
@@ -161,21 +96,12 @@ class GeodesicSAM(Optimizer):
             loss_fn(model, batch).backward()
         sam.step()
 
-        loss_fn(model, batch).backward()
-        sam.first_step(zero_grad=True)
-        loss_fn(model, batch).backward()
-        sam.second_step(zero_grad=True)
+    Both restore the weights even after an error. The weights' own storage is never written to: meanwhile parameters
+    point to a copy, which takes as much memory as they do. Only what the base optimiser trains is perturbed.
 
-    The first two restore the weights even after an error. After an exception between the steps of the third, the
-    weights are restored by the model's next ``state_dict`` or ``load_state_dict``, its next forward pass in evaluation
-    mode without gradients, the next ``first_step`` or ``step``, or :meth:`restore`. Where anything but a step did so,
-    ``second_step`` refuses, because gradients may belong to either place. The weights' own storage is never written
-    to: meanwhile parameters point to a copy, which takes as much memory as they do. Only what the base optimiser trains
-    is perturbed.
-
-    The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
-    optimiser to ``scaler.step`` for the second. Under DDP all ranks apply the same perturbation, along the mean
-    gradient. A gradient that is zero, NaN or infinite causes no perturbation.
+    The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the block; pass the
+    optimiser to ``scaler.step`` after it. Under DDP all ranks apply the same perturbation, along the mean gradient. A
+    gradient that is zero, NaN or infinite causes no perturbation.
 
     Examples
     --------
@@ -195,8 +121,8 @@ class GeodesicSAM(Optimizer):
     True
     """
 
-    #: ``GradScaler`` then always calls :meth:`step`, which restores the weights and skips the step.
-    _step_supports_amp_scaling = True
+    #: ``GradScaler`` unscales the gradients and skips steps itself, whatever the base optimiser could do.
+    _step_supports_amp_scaling = False
 
     def __init__(
         self, model: nn.Module, base_optimizer: Optimizer, *,
@@ -222,9 +148,8 @@ class GeodesicSAM(Optimizer):
         self.certification = Certification(stacks)
         dropped = {b.tensor for s in stacks for p in s.pairs for b in p.dropped}
         self._dropped = dropped.intersection(self._parameters)  # these are written by no block
-        self._weights: dict[Tensor, Tensor] = {}
         self._copies: dict[Tensor, Tensor] = {}  # kept: to allocate memory costs more than the arithmetic
-        self._count, self._pending, self._inside = 0, False, False
+        self._count, self._pending = 0, False
         if isinstance(base_optimizer, QuotientOptimizer) and measure.divides:
             base_optimizer.certify = False  # its gradients will belong to other weights
 
@@ -233,53 +158,16 @@ class GeodesicSAM(Optimizer):
         return getattr(self.__dict__["base_optimizer"], name)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.restore()
         return {k: v for k, v in self.__dict__.items() if k != "step"} | {"_copies": {}}  # schedulers replace step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for p, data in self._weights.items():  # the model may have been copied before its weights were restored
-            p.data = data
-        self._weights = {}
 
-    # -- the inner step --------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def first_step(self, zero_grad: bool = False) -> None:
-        """Move the model to the perturbed weights, along its parameters' ``.grad``, and optionally set that to zero."""
-        self.restore()
-        self._weights = {}
-        _watch(self)
-        self._copies = self._copies or {p: torch.empty_like(p) for p in self._parameters}
-        found = {p: p.grad for p in self._parameters if p.grad is not None}
-        gradients = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
-        with torch.autocast(self._parameters[0].device.type, enabled=False):
-            if self.certification.open:
-                self.certification.see(gradients).check()
-            for p in self._dropped:
-                self._copies[p].copy_(p)
-            factorise = self._count % self.refresh == 0
-            moved = _moved(self._copies, self._blocks, gradients, self.rho, factorise=factorise)
-        for p, data in moved.items():
-            self._weights[p], p.data = p.data, data
-        self._count += 1
-        self._pending = True
-        if zero_grad:
-            self.zero_grad()
-
-    def restore(self, *, inside: bool = True) -> None:
-        """Restore the weights, and forget the first step; ``inside``: within :meth:`perturbed` too. Always harmless."""
-        if self._inside and not inside:
-            return
-        self._pending = False
-        for p, data in self._weights.items():
-            # Whoever set the parameter to the copy for a while may set it so again after this: keep the weights.
-            if p.data_ptr() == self._copies[p].data_ptr():
-                p.data = data
+    # -- the two steps ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def perturbed(self, zero_grad: bool = False) -> Iterator[nn.Module]:
-        """Keep the model at the perturbed weights within a ``with`` block; then call :meth:`step`.
+        """Move the model along its parameters' ``.grad`` within a ``with`` block; then call :meth:`step`.
 
         Parameters
         ----------
@@ -291,27 +179,49 @@ class GeodesicSAM(Optimizer):
         nn.Module
             The model.
         """
-        pending = False
-        try:
-            self.first_step(zero_grad)
-            self._inside = True
+        self._pending = False
+        with pointing_to(self.model, self._moved()):
+            if zero_grad:
+                self.zero_grad()
             yield self.model
-            pending = self._pending
-        finally:
-            self._inside = False
-            self.restore()
-            self._pending = pending
+        self._pending = True
 
-    # -- the outer step --------------------------------------------------------------------------------------------
-
-    def second_step(self, zero_grad: bool = False) -> None:
-        """Restore the weights, and let the base optimiser step; raise a ValueError if there was no first step."""
-        self.step()
-        if zero_grad:
-            self.zero_grad()
+    @torch.no_grad()
+    def _moved(self) -> dict[Tensor, Tensor]:
+        """Write weights that lie ρ along the gradient to copies, and return these; none without a direction."""
+        copies = self._copies = self._copies or {p: torch.empty_like(p) for p in self._parameters}
+        found = {p: p.grad for p in self._parameters if p.grad is not None}
+        gradients = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
+        steps, squares, factorise = list[Tensor](), list[Tensor](), self._count % self.refresh == 0
+        self._count += 1
+        with torch.autocast(self._parameters[0].device.type, enabled=False):
+            if self.certification.open:
+                self.certification.see(gradients).check()
+            for p in self._dropped:
+                copies[p].copy_(p)
+            for block in self._blocks:
+                if isinstance(block, PairBlock):
+                    block.refresh(factorise=factorise)
+                    steps.append(block.tangent.egrad2rgrad(block.stack.gather(gradients)))
+                    squares.append(block.tangent.inner(steps[-1]).sum())
+                else:
+                    block.refresh()
+                    steps.append(real_view(copies[block.parameter]).contiguous().view(-1))  # that memory, if it may be
+                    block.pull_back_(steps[-1], gradients, None)
+                    squares.append(torch.linalg.vector_norm(steps[-1]).square())
+            norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
+            if not 0 < norm < math.inf:
+                return {}
+            for block, u in zip(self._blocks, steps, strict=True):
+                u.mul_(self.rho / norm)
+                if isinstance(block, PairBlock):
+                    block.stack.scatter_(block.retract(u), copies)
+                else:
+                    block.move_(copies, u)
+        return copies
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take both steps with a closure, or the second one after :meth:`first_step` or :meth:`perturbed`.
+        """Take both steps with a closure, or the second one after :meth:`perturbed`.
 
         Parameters
         ----------
@@ -326,23 +236,18 @@ class GeodesicSAM(Optimizer):
         Raises
         ------
         ValueError
-            There was neither a closure nor a first step.
+            There was neither a closure nor a perturbation.
         """
         loss = None
         if closure is not None:
-            self.restore()
             with torch.enable_grad():
                 loss = closure()
                 with self.perturbed():
                     closure()
         if not self._pending:
-            raise ValueError(
-                "GeodesicSAM.step() needs a closure, or a first_step() or perturbed() before it, "
-                "which no state_dict(), load_state_dict() or pass in evaluation mode has undone"
-            )
-        self.restore()
-        if not _skipped(self):
-            self.base_optimizer.step()
+            raise ValueError("GeodesicSAM.step() needs a closure, or a pass within `with sam.perturbed():` before it")
+        self._pending = False
+        self.base_optimizer.step()
         return loss
 
     # -- the base optimiser ----------------------------------------------------------------------------------------
@@ -357,6 +262,5 @@ class GeodesicSAM(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. The pairs are factorised again immediately."""
-        self.restore()
         self.base_optimizer.load_state_dict(state_dict)
         self._count = 0

@@ -9,27 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import standard_normal
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
+from quotient_manifolds.linalg import finite
+from quotient_manifolds.symmetries import PairStack, SymmetricPair
 from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.pairs import in_copy
-from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import State, canonical_form
-from quotient_manifolds.tangent import draw_gaussians
 
-from .building import Block, build_blocks, divide, with_constants
-from .direction import Direction
+from .building import build_blocks, divide
 from .distributed import World, check_sharded, reshard, twin_of
-from .measures import ElementwiseBlock, Measure
-from .perturb import Gradients, pointing_to
-from .shares import Places
+from .measures import Measure
+from .perturb import Gradients
+from .points import Block
 from .space import WeightSpace
-
-
-def _hollow(p: Any) -> Tensor:
-    """Return a tensor of a sharded parameter's whole shape, without memory."""
-    found: Tensor = p.to_local().detach().new_zeros(()).expand(p.shape)
-    return found
 
 
 class Shards:
@@ -74,10 +65,11 @@ class Shards:
     # -- the twin ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _stand_in(self, p: Tensor) -> nn.Parameter:
+    def _stand_in(self, p: Any) -> nn.Parameter:
         if not is_sharded(p):
             return nn.Parameter(p.detach(), requires_grad=p.requires_grad)
-        found = nn.Parameter(_hollow(p), requires_grad=p.requires_grad)
+        hollow = p.to_local().detach().new_zeros(()).expand(p.shape)  # the whole shape, without memory
+        found = nn.Parameter(hollow, requires_grad=p.requires_grad)
         self.of[found] = p
         if p.dim() < 2:
             found.data = self.whole(found, self.local(found))
@@ -94,12 +86,13 @@ class Shards:
             return found
 
     def rows(self, p: Tensor, rank: int | None = None) -> slice:
-        """Tell which rows lie on a process; by default on this one."""
-        rank, count, step = self.world.rank if rank is None else rank, self.of[p].shape[0], self._step(p)
-        return slice(min(rank * step, count), min((rank + 1) * step, count))
+        """Return which rows lie on a process, by default on this one; the last processes may have fewer, or none."""
+        step = -(-self.of[p].shape[0] // self.world.size)
+        start = step * (self.world.rank if rank is None else rank)
+        return slice(start, start + step)
 
     def is_mine(self, p: Tensor) -> bool:
-        """Tell whether this process works on the whole parameter."""
+        """Return whether this process works on the whole parameter."""
         return self.owner.get(p) == self.world.rank
 
     def cut(self, p: Tensor, t: Tensor) -> Tensor:
@@ -108,54 +101,37 @@ class Shards:
             return t
         return t[self.rows(p)].clone()  # a view would keep the whole
 
-    def among_zeros(self, p: Tensor, rows: Tensor) -> Tensor:
-        """Return the flat numbers of this process in a tensor of a parameter's whole shape, which is zero elsewhere."""
-        found = rows.new_zeros(self.of[p].shape)
-        here = found if p in self.owner else found[self.rows(p)]
-        here.copy_(rows.view(here.shape))
-        return found
-
     def whole(self, p: Tensor, rows: Tensor) -> Tensor:
         """Gather the rows of all processes on each of them."""
-        padded = rows.new_zeros((self._step(p), *rows.shape[1:]))
-        padded[: len(rows)] = rows
-        return self.world.stack(padded).flatten(0, 1)[: self.of[p].shape[0]]
+        from torch.distributed.tensor import DTensor  # which takes long to load
 
-    def _step(self, p: Tensor) -> int:
-        """Return the number of rows of every process but the last ones, which may have fewer."""
-        return -(-self.of[p].shape[0] // self.world.size)
+        q: Any = self.of[p]
+        found = DTensor.from_local(rows, q.device_mesh, q.placements, shape=q.shape, stride=q.stride())
+        return found.full_tensor()
 
     # -- owners --------------------------------------------------------------------------------------------------------
 
-    def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> list[list[SymmetricPair]]:
+    def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> None:
         """Assign to every parameter of a pair the process that owns it, and give that process its whole values.
 
-        ``values`` are rows that replace those of the model. Returns the sets of pairs that share parameters.
+        The sets of pairs that share parameters are spread over the processes, the largest first. ``values`` are rows
+        that replace those of the model.
         """
-        pairs = [p for s in found for p in s.pairs]
-        sets = self._own(pairs)
+        together: dict[Tensor, list[Tensor]] = {}
+        for pair in (p for s in found for p in s.pairs):
+            joined = list(dict.fromkeys(q for p in pair.parameters() for q in together.get(p, [p])))
+            together.update((p, joined) for p in joined)
+        load = [0] * self.world.size
+        for one in sorted({id(s): s for s in together.values()}.values(), key=lambda s: -sum(p.numel() for p in s)):
+            rank = load.index(min(load))
+            load[rank] += sum(p.numel() for p in one)
+            self.owner.update((p, rank) for p in one)
         start = {p: values.get(p, self.local(p)) for p in self.of}
         for p, whole in self.collect(start).items():
             p.data = whole
         for p, rows in start.items():
             if p not in self.owner and p.requires_grad:
                 p.data = rows.clone() if p not in values else rows
-        return sets
-
-    def _own(self, pairs: Sequence[SymmetricPair]) -> list[list[SymmetricPair]]:
-        """Spread the pairs over the processes, the largest sets that hang together first."""
-        home: dict[Tensor, list[Tensor]] = {}
-        for pair in pairs:
-            together = list(dict.fromkeys(q for p in pair.parameters() for q in home.get(p, [p])))
-            home.update((p, together) for p in together)
-        load, of_set = [0] * self.world.size, dict[int, list[SymmetricPair]]()
-        for one in sorted({id(s): s for s in home.values()}.values(), key=lambda s: -sum(p.numel() for p in s)):
-            rank = load.index(min(load))
-            load[rank] += sum(p.numel() for p in one)
-            self.owner.update((p, rank) for p in one)
-        for pair in pairs:
-            of_set.setdefault(id(home[pair.parameters()[0]]), []).append(pair)
-        return list(of_set.values())
 
     def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Send the rows of parameters to their owners; return the full parameters that this process owns.
@@ -216,32 +192,24 @@ class ShardedSpace(WeightSpace):
     ----------
     model, measure, pairs, classes, only, offload
         As for :class:`WeightSpace`.
-    examples : World
-        The processes over which the examples of a batch are spread: those of the mesh, or only this one.
     """
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None, offload: bool = False, examples: World,
+        classes: bool = False, only: str | None = None, offload: bool = False,
     ) -> None:  # fmt: skip
         if measure.pair_block is not None:
             raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
         self._shards = shards = Shards(model)
-        if examples.group is not None and examples.members != shards.world.members:
-            raise ValueError(
-                f"group has the processes {examples.members}, but the model is sharded over {shards.world.members}; "
-                "pass the group of its mesh, so that each takes a part of the examples, or none, so that each takes all"
-            )
         parameters = shards.twin.named_parameters()
-        bad = next((name for name, p in parameters if not shards.local(p).isfinite().all()), None)
+        bad = next((name for name, p in parameters if not finite(shards.local(p))), None)
         if not shards.world.all(bad is None):
             raise ValueError(
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
         of_twin = None if pairs is None else in_copy(pairs, model, shards.twin)
         super().__init__(shards.twin, measure, of_twin, classes=classes, only=only, offload=offload)
-        self.model, self.world, self.examples, self.given = model, shards.world, examples, pairs
-        self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
+        self.model, self.world, self.given, self.pairs = model, shards.world, pairs, self._all_pairs
         moving, trained = self.parameters.values(), (p for p in model.parameters() if p.requires_grad)
         self.gradients = Gradients([shards.of[p] for p in moving], trained, backward=True)
 
@@ -251,70 +219,21 @@ class ShardedSpace(WeightSpace):
             self.form = form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
         division = divide(
             self.model, self.measure, pairs, self.parameters, form=form, only_some=only_some,
-            read=lambda p: state.of(p).to(p.dtype), cover=False,
+            read=lambda p: state.of(p).to(p.dtype),
         )  # fmt: skip
-        self._all_stacks, constant = division.stacks, division.covered
-        single = {p: division.leaves_some_of(p) for p in self.parameters.values()}
-        for pairs_of_set in shards.place(division.stacks, {} if form is None else form.values):
-            # The masks of one set at a time: all together they are as large as the weights of all pairs.
-            division.covered = with_constants(coverage(stacks(pairs_of_set)), constant)
-            single |= {p: division.leaves_some_of(p) for q in pairs_of_set for p in q.parameters()}
-            constant |= {p: mask for p, mask in division.covered.items() if shards.is_mine(p)}
-        self._drawn = [p for p, some in single.items() if some]
-        own = [[q for q in s.pairs if shards.is_mine(q.G[0].tensor)] for s in division.stacks]
-        division.stacks = [PairStack(pairs) for pairs in own if pairs]
-        division.covered = {p: shards.cut(p, mask) for p, mask in constant.items()}
+        self._all_pairs = tuple(p for s in division.stacks for p in s.pairs)
+        shards.place(division.stacks, {} if form is None else form.values)
+        mine = [[q for q in s.pairs if shards.is_mine(q.G[0].tensor)] for s in division.stacks]
+        division.stacks = [PairStack(pairs) for pairs in mine if pairs]
+        division.constant = {p: shards.cut(p, mask) for p, mask in division.constant.items()}
         division.lengths = {p: shards.cut(p, length) for p, length in division.lengths.items()}
         here = {name: p for name, p in self.parameters.items() if p not in shards.owner or shards.is_mine(p)}
         return build_blocks(self.measure, here, self.dtype, division)  # the twin was moved to the base point
 
-    # -- vectors -----------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
-        """Draw a standard Gaussian horizontal vector, the same as for the unsharded model; keep this process's part.
-
-        Every process therefore draws as many numbers as the model has weights.
-        """
-        xi = self.empty()
-        parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
-        single = {b.parameter: b for b in parts if isinstance(b, ElementwiseBlock)}
-        for p in self._drawn:
-            shape = self._shards.of[p].shape
-            drawn = standard_normal((shape.numel(),), xi, generator)
-            if p in single:
-                rows = self._shards.cut(p, drawn.view(shape)).flatten()
-                parts[single[p]].copy_(single[p].project(rows.to(self.model_device)))
-        pair_blocks = iter(self._pair_blocks)
-        for s in self._all_stacks:
-            mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
-            size, like = s.point_like(self.dtype)
-            gaussians = draw_gaussians(size, s.n, like, generator)
-            if mine:
-                block = next(pair_blocks)
-                parts[block].copy_(block.from_gaussians([e[mine] for e in gaussians]))
-        return xi
-
-    @torch.no_grad()
-    def direction(self, xi: Tensor) -> Direction:
-        """Return the tangent vector in terms of the full parameters, on the CPU of every process."""
-        shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
-        for block, c in self.each(xi):
-            block.vector_(found, c, at_model=True)
-        rows = {p: torch.zeros_like(shards.local(p)) for p in self.parameters.values()}
-        shards.spread(found, rows)
-        rows |= {p: t for p, t in found.items() if p not in shards.owner}
-        tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self.parameters.items()}
-        pairs = tuple(in_copy(self.pairs, self._home, self.model))
-        if self._places is None:
-            with pointing_to(self._home, {p: _hollow(q) for p, q in shards.of.items()}):
-                all_pairs = find_symmetric_pairs(self._home, include_frozen=True)
-                self._places = Places(self._home, self.parameters, all_pairs)
-        each = (
-            (b, shards.among_zeros(b.parameter, c) if isinstance(b, ElementwiseBlock) else c) for b, c in self.each(xi)
-        )
-        squares = self._places.squares(each, self.world)
-        return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
+        """Draw a standard Gaussian horizontal vector, of which each process draws its own part."""
+        seed = int(torch.randint(2**62, (), generator=generator)) + self.world.rank
+        return super().random(torch.Generator().manual_seed(seed))
 
     # -- the model -----------------------------------------------------------------------------------------------
 

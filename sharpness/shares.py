@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import Block as Part
 
-from .building import Block
-from .distributed import World
 from .measures import PairBlock
+from .points import Block
 
 #: The parts of a network, in the order of tables.
 PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
@@ -126,13 +125,13 @@ class Places:
             elif p.squeeze().dim() < 2:
                 self._rest[p] = "norms and biases"
 
-    def squares(self, vector: Iterable[tuple[Block, Tensor]], world: World) -> dict[Place, float]:
-        """Add up the squared coordinates at every place, over all processes, in the order of the parameters.
+    def squares(self, vector: Iterable[tuple[Block, Tensor]]) -> dict[Place, float]:
+        """Add up the squared coordinates at every place, in the order of the parameters.
 
         Coordinates of single weights have the shape of their parameter, or as many numbers.
         """
         found: dict[Place, float] = {}
-        for place, square in world.gather([entry for block, c in vector for entry in self._of_block(block, c)]):
+        for place, square in (entry for block, c in vector for entry in self._of_block(block, c)):
             found[place] = found.get(place, 0.0) + square
         layers = list(dict.fromkeys([*self._layers.values(), *(layer for layer, *_ in found)]))
         places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,12 +15,12 @@ from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certificat
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .ascent import norm
-from .building import Block, build_blocks, divide, trainable
+from .building import build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
 from .measures import Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
-from .points import check_points
+from .points import Block, check_points
 from .shares import Places
 
 
@@ -51,12 +50,8 @@ class Evidence:
         said = self._certification.see(gradient, tolerance=self.tolerance).residuals
         residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
         self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        sizes = {
-            name: torch.linalg.vector_norm(gradient[p], 1).to(space.dtype)
-            for name in self._unreached if (p := space.parameters[name]) in gradient and p.numel()
-        }  # fmt: skip
-        if sizes:
-            self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
+        there = {name for name in self._unreached if space.parameters[name] in gradient}
+        self._unreached -= {name for name in there if bool(gradient[space.parameters[name]].any())}
 
     def uncertified(self) -> set[str]:
         """Name the pairs of all processes that had no gradient yet."""
@@ -142,7 +137,7 @@ class WeightSpace:
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
-        self.world = self.examples = World()
+        self.world = World()
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model, only))
         check_points(measure, self.parameters)
@@ -218,7 +213,7 @@ class WeightSpace:
         if self._places is None:  # finding pairs takes seconds, and there are many directions
             pairs = find_symmetric_pairs(self.model, include_frozen=True)
             self._places = Places(self.model, self.parameters, pairs)
-        squares = self._places.squares(self.each(xi), self.world)
+        squares = self._places.squares(self.each(xi))
         return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
 
     def spectrum(self) -> tuple[float | None, int]:

@@ -14,5 +14,4 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def _float64_and_seed(_as_a_user):
     import torch
 
-    torch.set_default_dtype(torch.float64)  # the fixture of the folder above puts back what was
-    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)  # the fixture of the folder above puts back what was, and seeds

@@ -58,28 +58,28 @@ def check_evaluate():
 
 def check_missing():
     """Each is one line, on the command line and in Python, and names what to install."""
+    import torch
+
     from sharpness import cli
 
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
         (folder / "bert").mkdir()
         (folder / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
-        (folder / "sweep.yaml").write_text("checkpoints: x\ndata: y\n")
+        (folder / "results.jsonl").write_text('{"checkpoint": "a", "kind": "fit", "train_loss": 0.5}')
         (folder / "classes" / "cat").mkdir(parents=True)
         (folder / "classes" / "cat" / "0.png").touch()
         (folder / "rows.csv").write_text("checkpoint,kind\n")
+        torch.save({"weight": torch.zeros(1)}, folder / "w.pt")
         (folder / "saved").mkdir()
         (folder / "saved" / "state.json").write_text("{}")
         torch_model = "torch.nn:PReLU"
         for extra, command in (
             ("transformers", ["run", str(folder / "bert"), str(folder / "rows.csv")]),
-            (
-                "timm",
-                ["run", "vit_tiny_patch16_224", str(folder / "rows.csv"), "--checkpoint", str(folder / "rows.csv")],
-            ),
+            ("timm", ["run", "vit_tiny_patch16_224", str(folder / "rows.csv"), "--checkpoint", str(folder / "w.pt")]),
             ("images", ["run", torch_model, str(folder / "classes")]),
             ("datasets", ["run", torch_model, str(folder / "saved")]),
-            ("sweep", ["sweep", str(folder / "sweep.yaml"), "--out", str(folder / "out")]),
+            ("plot", ["table", str(folder / "results.jsonl")]),
             ("plot", ["run", torch_model, str(folder / "saved"), "--figures", str(folder / "figures"), "--quiet"]),
             ("demo", ["demo", "--out", str(folder / "demo.png"), "--quiet"]),
         ):

@@ -35,7 +35,6 @@ import quotient_manifolds as qm
 import sharpness
 from quotient_manifolds import optim, symmetries, testing
 from reproduction import cli as laboratory
-from reproduction.tables import write_rows
 from sharpness import cli, data, measures, models, study, texts
 
 from . import docs_world, networks
@@ -68,7 +67,7 @@ table done
 demo --quiet --out missing/out.png
 finetune bert dev.tsv --text sentence --models 1 --epochs 1 --batch 8 --points 4 --num-examples 8 --out out
 """ + """
-plot done --out out
+plot done --out out.png
 toy --quiet --out out
 diagonal --n 4 --d 6 --models 3 --seeds 1 --rho 0.1 --workers 1 --quiet --out out
 """).split("\n") if line]
@@ -81,10 +80,6 @@ SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
          "steps": 2, "relative_tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
          "normalize_logits": False,
          "device": "cpu"}
-YAML = ["relative_tol: 1e-3", "rho: 1e-3", "data: &a [*a]", "\t", "steps: !!python/object:os.system x", "? [a]\n: b"]
-YAML += ["1: 2"]
-YAML += ["".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else 'x'] * 10)}]\n" for i in range(6)) + f"{key}: *x5"
-         for key in ("rho", "data", "checkpoints", "measures", "steps")]
 #: Of config.json; sizes may become 10¹³, which is refused at once, but the number of layers not.
 CONFIG = {"architectures": [["BertModel"], ["ViTModel"], ["Nope"], [], ["PreTrainedModel"], "BertModel", [3],
                             ["pipeline"]],
@@ -173,7 +168,6 @@ def build(base):
     (base / "file").write_text("a user's own")
     with within(base):
         assert cli.main(["sweep", "sweep.json", "--out", "done", "--quiet"]) == 0
-        write_rows("done/results.csv", study.read_results("done"))
 
 
 @contextlib.contextmanager
@@ -427,13 +421,8 @@ def sweeps(rng, world):
             what.append(f"{key}: {tree[key]!r}")
         else:
             what.append(spoil_tree(rng, tree))
-    name, text = pick(rng, ["new.json", "new.yaml"]), json.dumps(tree)
-    if name == "new.yaml":
-        import yaml
-
-        what += [pick(rng, YAML)] if rng.random() < 0.4 else []
-        text = yaml.safe_dump(tree, sort_keys=False) + (what[-1] if what[-1] in YAML else "")
-    (world / name).write_text(text)
+    name = "new.json"
+    (world / name).write_text(json.dumps(tree))
     what += [spoil_bytes(rng, world / name)] if rng.random() < 0.1 else []
     if rng.random() < 0.3:
         return Job(what, call=lambda: study.read_config(name))
@@ -441,8 +430,7 @@ def sweeps(rng, world):
 
 
 def results(rng, world):
-    source = pick(rng, ["results.jsonl", "results.jsonl", "results.csv"])
-    path, what = world / "done" / source, []
+    path, what = world / "done" / "results.jsonl", []
     for _ in range(int(rng.integers(1, 4))):
         if not path.is_file() or rng.random() < 0.15:
             what += [spoil_bytes(rng, path)] if path.is_file() else []
@@ -471,11 +459,12 @@ def results(rng, world):
         what = [spoil_json(rng, pick(rng, sorted((world / "done/jobs").iterdir()))) for _ in range(2)]
         return Job(what, ["sweep", "sweep.json", "--out", "done", "--quiet"], outs=["done"])
     more = (
-        ["--out", "out"]
+        ["--out", "out.png"]
         if command == "plot"
         else pick(rng, [[], ["--short"], ["--format", "latex"], ["--format", "csv"]])
     )
-    return Job(what, [command, pick(rng, [f"done/{source}", "done"]), "--target", target, *more], outs=["out"])
+    places = ["done/results.jsonl", "done"]
+    return Job(what, [command, pick(rng, places), "--target", target, *more], outs=["out.png"])
 
 
 def commands(rng, world):
@@ -618,7 +607,7 @@ def calls(rng, world):
         (texts.read_table, {"path": "dev.tsv", "header": True}),
         (study.read_config, {"path": "sweep.json"}),
         (study.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
-        (study.compare, {"rows": study.read_results("done"), "target": "gap", "given": ("train_loss",), "level": 0.95}),
+        (study.compare, {"rows": study.read_results("done"), "target": "gap", "given": ("train_loss",)}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
         (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk"}),
     ]
@@ -839,10 +828,8 @@ def judge(job, code, error, out, err, loads, world):
     lines = err.rstrip("\n").split("\n")
     if code not in (0, 1, 2) or (code == 2 and not lines[-1].startswith(("sharpness", "reproduction"))):
         yield "refusal", "-", f"exit code {code}, stderr ends in {lines[-1][:100]!r}"
-    if ("Traceback" in err and "--debug" not in job.argv) or (code == 2 and len(err) > 4000):
+    if "Traceback" in err or (code == 2 and len(err) > 4000):
         yield "refusal", "-", f"{len(err)} characters, a traceback among them: {'Traceback' in err}"
-    if "unexpected error" in err:
-        yield "traceback", "-", f"unexpected error: {lines[-1][:200]}"
     if "as far as its training" in err:
         given = dict(itertools.pairwise(job.argv))
         if not (world / given.get("--out", "")).parent.is_dir():

@@ -1,5 +1,8 @@
 """Small networks with attention, with weights and biases away from zero."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -104,6 +107,18 @@ def train(model, batch, steps=30, lr=1e-2):
         optimiser.step()
     model.zero_grad()
     return model
+
+
+@functools.cache
+def _trained(dtype):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return train(vit(), images())
+
+
+def trained_vit():
+    """A transformer that has been trained on ``images()``, in the default dtype; the caller's own."""
+    return copy.deepcopy(_trained(torch.get_default_dtype()))
 
 
 def quantised_bert(bits):

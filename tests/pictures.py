@@ -26,9 +26,9 @@ COLOUR = transform((6, 4), MEAN, STD)
 GREY = transform((8, 8), (0.25,), (0.5,), "L")
 
 
-def opened(source, transform=None, *, tokenizer=None, labels=None, predicts=None, **columns):
+def opened(source, transform=None, *, tokenizer=None, labels=None, predicts=False, **columns):
     """The examples of a source, for a model of which this is known."""
-    loaded = SimpleNamespace(transform=transform, tokenizer=tokenizer, labels=labels or {}, predicts=predicts)
+    loaded = SimpleNamespace(transform=transform, tokenizer=tokenizer, labels=labels or {}, predicts_tokens=predicts)
     return load_examples(DataChoice(str(source), **columns), loaded)
 
 

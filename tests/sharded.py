@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import sharpness
+from sharpness.ascent import gram_matrix
 from sharpness.losses import Objective
 from sharpness.measuring import BatchLoss, measured
 from sharpness.perturb import preserved
@@ -80,42 +81,44 @@ def rms_norm(self, x):
 
 
 @patch.object(LlamaRMSNorm, "forward", rms_norm)
-def results(which, model, batches, group=None):
+def results(which, model, batches):
     """Everything that is to be the same however the weights lie."""
-    found = {"residuals": {name: residuals(model, batches, name, group) for name in ("geodesic-inv", "complete-mix")}}
+    found = {"residuals": {name: residuals(model, batches, name) for name in ("geodesic-inv", "complete-mix")}}
     for name in OF_MODEL[which]:
-        options = {"measure": name, "group": group}
-        worst = sharpness.evaluate(model, batches, keep_directions=True, steps=3, progress=False, **options)
-        direction = worst.direction(0)
+        worst = sharpness.evaluate(model, batches, measure=name, steps=3, progress=False)
         found[name] = {
             "batches": [(b.value, b.history, b.base_error, b.worst_error) for b in worst.batches],
-            "spectrum": (worst.min_singular_value, worst.num_null), "tensors": direction.tensors,
-            "squares": direction.squares, "norm": direction.norm,
-            "gradient": float(sharpness.gradient_norm(model, batches, **options)),
+            "spectrum": (worst.min_singular_value, worst.num_null),
+            "gradient": float(sharpness.gradient_norm(model, batches, measure=name)),
         }  # fmt: skip
     if which not in VARIED:
         return found
-    options = {"group": group, "progress": False}
     exact = sharpness.get_measure("geodesic-mix", geodesic="exact")
-    worst = sharpness.evaluate(model, batches, measure=exact, rho=0.02, steps=2, micro_batch=2, **options)
+    worst = sharpness.evaluate(model, batches, measure=exact, rho=0.02, steps=2, micro_batch=2, progress=False)
     found["exact"] = worst.batches[0].history
-    options |= {"measure": "geodesic-inv"}
-    mean = sharpness.evaluate(model, batches, statistic="average", num_samples=2, **options)
-    started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, restarts=1, only="layer", **options)
-    found["random"] = [b.history for b in mean.batches], [b.history for b in started.batches]
+    started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, only="layer", progress=False)
+    found["apgd"] = [b.history for b in started.batches]
     return found
 
 
-def residuals(model, batches, measure, group):
+def random_vectors(model, batches):
+    """Random vectors of every process, their lengths with all, and an average over them."""
+    objective, state = Objective(), preserved(model)
+    with state, state, measured(model, batches, sharpness.get_measure("geodesic-inv"), objective) as (space, _):
+        one, two, again = (space.random(torch.Generator().manual_seed(seed)) for seed in (0, 1, 0))
+        vectors = {"part": one, "same": torch.equal(one, again), "square": space.norm(one) ** 2, "dim": space.dim}
+        vectors["horizontal"] = float((space.project(one) - one).norm() / one.norm())
+        vectors["products"] = gram_matrix(one, two, world=space.world)[0, 1]
+    mean = sharpness.evaluate(model, batches, statistic="average", num_samples=50, rho=0.003, progress=False)
+    return vectors | {"mean": float(mean), "std_error": mean.std_error}
+
+
+def residuals(model, batches, measure):
     """The residuals of all pairs at the gradient that is computed anyway, by name."""
     found, objective = {}, Objective()
 
     state = preserved(model)
-    with (
-        state,
-        state,
-        measured(model, batches, sharpness.get_measure(measure), objective, group=group) as (space, each),
-    ):
+    with state, state, measured(model, batches, sharpness.get_measure(measure), objective) as (space, each):
         for index, batch in each:
             BatchLoss(space, objective, batch, index)
             found.update({pair.name: residual for pair, residual in space.evidence.residuals.items()})
@@ -130,12 +133,12 @@ def same(one, two):
     return all(torch.equal(one[name], two[name]) for name in one)
 
 
-def measure(rank, size, out, name, spread):
+def measure(rank, size, out, name):
     build, batch = MODELS[name]
     model, batches = sharded(build()), [batch()]
     before = rows_of(model)
-    found = results(name, model, batches, dist.group.WORLD if spread else None)
-    torch.save(found | {"untouched": same(before, rows_of(model))}, f"{out}/{name}-{size}-{rank}{spread}.pt")
+    found = {"results": results(name, model, batches), "random": random_vectors(model, batches)}
+    torch.save(found | {"untouched": same(before, rows_of(model))}, f"{out}/{name}-{size}-{rank}.pt")
 
 
 def fail(rank, size, out, how):

@@ -17,6 +17,7 @@ import torch
 
 from reproduction import cli as laboratory
 from sharpness import cli
+from sharpness.study import read_config
 
 from . import docs_world
 
@@ -85,14 +86,9 @@ def shell(body, run):
             raise AssertionError(f"nobody runs {line!r}")
 
 
-def yaml_entries(body, folder):
-    import yaml
-
-    from sharpness.study import read_config
-
-    base = {"checkpoints": "berts/*", "data": "dev.tsv"}
-    (folder / "page.yaml").write_text(yaml.safe_dump({**base, **yaml.safe_load(body)}))
-    read_config(folder / "page.yaml")
+def json_entries(body, folder):
+    (folder / "page.json").write_text(json.dumps({"checkpoints": "berts/*", "data": "dev.tsv", **json.loads(body)}))
+    read_config(folder / "page.json")
 
 
 @pytest.mark.skipif(
@@ -124,8 +120,8 @@ def test_the_code_of_a_page_runs(page, world, tmp_path, monkeypatch, capsys):
             capsys.readouterr()
             shell(body, cli.main)
             printed = capsys.readouterr().out
-        elif language == "yaml":
-            yaml_entries(body, folder)
+        elif language == "json":
+            json_entries(body, folder)
         elif language == "text":
             assert printed is not None, f"{where}: output of nothing"
             shown = doctest.OutputChecker().check_output(body, printed, SETTINGS)

@@ -1,10 +1,6 @@
 """What the packages do, they do on a device that is not the CPU, with the same results, and without mixing the two."""
 
 import contextlib
-import itertools
-import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,22 +20,15 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_, verify_whole
-from reproduction import baselines, radii, zoo
-from reproduction.collection import train_collection
-from reproduction.tests.test_zoo import write_pictures
-from reproduction.zoo_data import LABELS
-from sharpness.data import DataChoice
-from sharpness.study import read_config, read_rows, run_sweep
+from reproduction import baselines
 
 from . import networks
 from .architectures import adapted
 from .extent import EXHAUSTIVE
 from .processes import together
 from .second_device import NAME, POSSIBLE, second_device
-from .texts import bert_folder
 
 pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this torch has no devices that are written in Python")
-WORDS = ("red", "green", "blue", "old", "new", "large", "small", "warm", "cold", "near", "far", "late")
 
 
 def numbers(seed, *size):
@@ -63,11 +52,11 @@ def text_model(device, **options):
     return model.to(device), batches
 
 
-def searched(measure, **options):
+def searched(measure, steps=2, **options):
     def call(device):
         model, batches = picture_model(device)
         result = sharpness.evaluate(
-            model, batches, measure=measure, rho=[0.02, 0.05], steps=3, progress=False, **options
+            model, batches, measure=measure, rho=[0.02, 0.05], steps=steps, progress=False, **options
         )
         return [float(result[rho]) for rho in (0.02, 0.05)]
 
@@ -180,7 +169,7 @@ def sharpness_aware(device):
 
 CALLS = {
     **{name: searched(name) for name in sharpness.MEASURES},
-    "apgd": searched("geodesic-inv", ascent="apgd"),
+    "apgd": searched("geodesic-inv", ascent="apgd", steps=3),
     "micro-batches": searched("geodesic-inv", micro_batch=5),
     "offload": searched("geodesic-inv", offload=True),
     "means": means,
@@ -219,67 +208,6 @@ def _numbers(found):
     return found.detach().cpu() if isinstance(found, torch.Tensor) else torch.tensor(found, device="cpu")
 
 
-def same_rows(kind):
-    """Make a tiny zoo on the CPU and on the device, from its training to its table."""
-    found = {}
-    for name, within in ((NAME, second_device()), ("cpu", contextlib.nullcontext())):
-        with within:
-            found[name] = _rows(kind, name)
-    assert len(found[NAME]) == len(found["cpu"]) > 4
-    for one, other in zip(found[NAME], found["cpu"], strict=True):
-        assert_alike(one, other)
-
-
-def assert_alike(one, other, name="row"):
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one.keys() - {"seconds", "job", "model", "weights", "source"}:
-            assert_alike(one[key], other[key], f"{name}, {key}")
-    elif isinstance(one, list):
-        for a, b in zip(one, other, strict=True):
-            assert_alike(a, b, name)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=1e-3), name
-    else:
-        assert one == other, name
-
-
-def _rows(kind, device):
-    assert zoo.build(kind, Path("data"), Path(device), device=device, progress=False) == []
-    config = radii.choose_radii(Path(device), measures=("euclidean",), device=device, progress=False)
-    sweep = read_config(config)
-    assert sweep.device == device
-    assert json.loads(Path(f"{device}/models/model_00.json").read_text())["device"] == device
-    assert run_sweep(sweep, f"{device}/results", progress=False) == []
-    return read_rows(f"{device}/results", sweep)
-
-
-def tiny(kind):
-    """Make the study's zoos small in this process."""
-    torch.manual_seed(0)
-    Path("data").mkdir()
-    radii.guess_error = lambda sweep: 1.1  # these models have learned little
-    radii.LEVELS = (0.1,)
-    zoo._IMAGES, zoo._POINTS = {"scratch": 12}, {"scratch": 4, "minilm": 4}
-    zoo.KINDS[kind] = (3, {**zoo.KINDS[kind][1], "epochs": (1, 1), "batch": (6,), "frozen": 0})
-    if kind == "scratch":
-        write_pictures(Path("data/cifar10"))
-        return
-    pairs = [{"premise": f"Is it {w}?", "hypothesis": w, "label": x} for w, x in zip(WORDS, itertools.cycle(LABELS))]
-    Path("pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
-    bert_folder([p["premise"] for p in pairs], "bert")
-    data = DataChoice("pairs.jsonl", text="premise", pair="hypothesis", label_map=LABELS, max_length=12)
-    zoo.train_collection = lambda *a, autocast, **kw: train_collection(*a, **kw)  # it would round on the CPU alone
-    zoo._parts = lambda *_: ("bert", None, data, data, "pairs.jsonl")
-
-
-def zoo_alike(kind, folder):
-    os.chdir(folder)
-    torch.set_default_dtype(torch.float32)
-    tiny(kind)
-    same_rows(kind)
-
-
 def ended_well(found):
     assert found.codes == [0], found.output[0]
 
@@ -291,11 +219,6 @@ def test_results_are_those_of_the_cpu(tmp_path):
 def test_results_are_those_of_the_cpu_where_another_device_is_the_default(tmp_path):
     """torch.set_default_device made verify and apply_random_symmetry_ ask a generator of the CPU for its numbers."""
     ended_well(together(1, same_numbers, BY_DEFAULT, True, folder=tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["scratch", *(["minilm"] if EXHAUSTIVE else [])])
-def test_zoos_have_the_same_rows(kind, tmp_path):
-    ended_well(together(1, zoo_alike, kind, tmp_path, folder=tmp_path))
 
 
 def mixed():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..gauge import Gauge, canonical_gauge, gauge_in_units
+from ..gauge import Gauge, canonical_gauge
 from ..means import ConvergenceError
 from ..metrics import Metric, Pair
 from ..tangent import GLTangentSpace
@@ -42,8 +42,7 @@ def _logarithms(metric: Metric, n: int, x: Tensor, y: Tensor, on_error: str) -> 
         with torch.inference_mode(False), torch.no_grad():
             return _logarithms(metric, n, x.clone(), y.clone(), on_error)
     x, y = torch.broadcast_tensors(x, y)
-    gauges = [gauge_in_units(z[..., :n, :], z[..., n:, :]) for z in (x, y)]
-    spaces = [GLTangentSpace(metric, g, z, unit=unit) for z, (g, unit) in zip((x, y), gauges, strict=True)]
+    spaces = [GLTangentSpace(metric, canonical_gauge(z[..., :n, :], z[..., n:, :]), z) for z in (x, y)]
     if not x.numel():
         return (torch.zeros_like(x), torch.zeros_like(y)), spaces
     factors = [space.split(space.gauge.x) for space in spaces]
@@ -87,8 +86,8 @@ def _apart(x: Gauge, y: Gauge) -> Tensor:
     n, h = x.G.shape[-2:]
     if n != h or x.H.shape[-2] != h or x.x.is_complex():
         return torch.zeros(len(x.x), dtype=torch.bool, device=x.x.device)
-    signs = [torch.linalg.det(g.U) * torch.linalg.det(g.V) for g in (x, y)]
-    return signs[0] * signs[1] < 0
+    signs = [torch.linalg.slogdet(X).sign for g in (x, y) for X in (g.G, g.H)]
+    return torch.stack(signs).prod(0) < 0
 
 
 def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:

@@ -94,9 +94,7 @@ class Minimiser:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._known: tuple[Tensor, Tensor] | None = None
+        self.path, self._known = path, energy(path)
         M, N = (X.mH @ X for X in path.split(path.x))
         W_G, W_H = weights(path.metric, M, N, inverse=False)
         self._least = 1e-6 * (W_G.mT * M + W_H.mT * N).real.sum((-2, -1))
@@ -105,14 +103,9 @@ class Minimiser:
 
     def renew(self) -> None:
         """Compute the preconditioner at the present path."""
-        self._preconditioner, self._pairs = Preconditioner(self.path), []
+        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._preconditioner = Preconditioner(self.path)
         self.cosine = self._preconditioner.cosine
-
-    def _energy(self) -> tuple[Tensor, Tensor]:
-        """Return the energy of the present path and its gradient, which are computed once."""
-        if self._known is None:
-            self._known = energy(self.path)
-        return self._known
 
     def _direction(self, g: Tensor) -> Tensor:
         d, factors = g, []
@@ -126,7 +119,7 @@ class Minimiser:
 
     def disturbed(self, share: float) -> Path:
         """Return the paths after one random step, of a share of the size of their start."""
-        path, g = self.path, self._energy()[1]
+        path, g = self.path, self._known[1]
         drawn = standard_normal((1, g.shape[1]), g, torch.Generator().manual_seed(0))
         d = self._preconditioner(drawn.expand_as(g), path)
         size = torch.linalg.matrix_norm(path.x) / torch.linalg.vector_norm(d, dim=1)
@@ -134,7 +127,7 @@ class Minimiser:
 
     def run(self, steps: int, tol: float | Tensor) -> Path:
         """Take steps until the error of every item, relative to its length, is below the tolerance, or give up."""
-        value, g = self._energy()
+        value, g = self._known
         rounding = 500 * torch.finfo(value.dtype).eps
         stuck, again = torch.zeros_like(value, dtype=torch.bool), True
         for count in range(steps):
@@ -181,10 +174,9 @@ class Minimiser:
         order, so it need not be minimised further. Solved by conjugate gradients until the residual is below ``goal``,
         item by item.
         """
-        before = self._energy()[1]
-        self.path, self._known = replace(self.path, y=self.path.y + way), None
-        g = self._energy()[1]
-        r, d = before - g, torch.zeros_like(g)
+        self.path = replace(self.path, y=self.path.y + way)
+        g = energy(self.path)[1]
+        r, d = self._known[1] - g, torch.zeros_like(g)
         z = self._preconditioner(r, self.path)
         p, square = z, _dot(r, z)
         first, going = square, square > 0
@@ -204,5 +196,6 @@ class Minimiser:
             p = torch.addcmul(z, (square / last).nan_to_num(0, 0, 0).unsqueeze(-1).to(g.dtype), p)
         # Where the end would move far the first order means nothing.
         near = unflat(d, self.path)[1].abs().amax((-2, -1)) < 1
-        self.path, self._known = self.path.moved(torch.where(near.unsqueeze(-1), d, 0)), None
+        self.path = self.path.moved(torch.where(near.unsqueeze(-1), d, 0))
+        self._known = energy(self.path)
         return self.path

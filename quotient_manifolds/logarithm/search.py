@@ -211,10 +211,10 @@ class _Search:
         u = torch.where(u.isfinite().all(-1).all(-1)[:, None, None], u, 0)
         exits = torch.full_like(space.norm(u), torch.inf)
         try:
-            end, velocity = space.geodesic(u, relative_tol=_EXACT)
+            end, velocity = space.geodesic(u, tolerance=_EXACT)
         except GeodesicExitError as error:
             exits = exits if error.times is None else error.times
-            end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u), relative_tol=_EXACT)
+            end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u), tolerance=_EXACT)
         except ArithmeticError:  # the equation cannot be solved for some: the others are followed one by one
             found = Shortest.nothing(u)
             for i in torch.arange(len(at), device=at.device).split(1) if len(at) > 1 else ():

@@ -191,7 +191,7 @@ class Step:
         for x, d, (side, points, rows) in zip(self.x, directions, self.bucket.parts, strict=True):
             end = x * max(1 - decay, 0) ** 0.5
             for run in rows.runs if decay else ():
-                if len(run.first.shape) == 1:
+                if len(run.block.shape) == 1:
                     end[:, run.rows] = x[:, run.rows]
             end = self.only(end.baddbmm_(d, A[points, side].to(d.dtype)), x, points)
             if transport:

@@ -51,8 +51,6 @@ class Heads:
     blocks, order
         A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
         every one with its share of the heads.
-    dimension : int
-        That of the symmetry that was found on a head, whether it is divided out or not.
     examined : bool
         Gradients and moves decide whether projections are linear, so a subclass of ``nn.Linear`` is not refused.
 
@@ -72,7 +70,6 @@ class Heads:
     key_bias_null: bool = True
     blocks: int = 1
     order: str = "qkv"
-    dimension: int = 0
     examined: bool = False
 
 

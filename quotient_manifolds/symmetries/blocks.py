@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -216,8 +216,6 @@ def block(
     ((6, 4), (1, 4))
     """
     check_model(module)
-    if not isinstance(rows, slice) or not isinstance(columns, slice):
-        raise TypeError(f"rows and columns must be slices, got {rows!r} and {columns!r}")
 
     def view(whole: Tensor) -> Tensor:
         if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
@@ -240,20 +238,12 @@ def block(
     return Block.from_view(module, attribute, view)
 
 
-@dataclass(frozen=True)
-class Run:
-    """Blocks of consecutive points at equal distances in one parameter: one view with a batch dimension."""
+class Run(NamedTuple):
+    """Blocks of consecutive points at equal distances in one parameter: (count, rows, h) or (count, rows, h, 2)."""
 
-    first: Block
+    block: Block
     points: slice
     rows: slice
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """View the blocks in a contiguous tensor of the parameter's shape: (count, rows, h) or (count, rows, h, 2)."""
-        tensor = real_view(tensor)
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.first.offset)
 
 
 def _runs_of(column: Sequence[Block], row: int) -> Iterator[Run]:
@@ -270,8 +260,8 @@ def _runs_of(column: Sequence[Block], row: int) -> Iterator[Run]:
             if not same or gap <= 0 or (step and gap != step):
                 break
             step, stop = gap, stop + 1
-        rows, count = slice(row, row + b.rows), stop - start
-        yield Run(b, slice(start, stop), rows, (count, *b.size), (step, *b.stride))
+        joined = replace(b, size=(stop - start, *b.size), stride=(step, *b.stride))
+        yield Run(joined, slice(start, stop), slice(row, row + b.rows))
         start = stop
 
 
@@ -284,19 +274,15 @@ class BlockStack:
         for column in zip(*points, strict=True):
             self.runs.extend(_runs_of(column, row))
             row += column[0].rows
-        self.shape = (len(points), row, *self.runs[0].first.size[1:]) if self.runs else (len(points), 0)
+        self.shape = (len(points), row, *self.runs[0].block.size[2:]) if self.runs else (len(points), 0)
 
     def _columns(self, tensors: Mapping[Tensor, Tensor] | None) -> list[list[Tensor]]:
         """View the rows in the parameters or in ``tensors``, run by run, column by column of blocks."""
         columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
-            p = run.first.tensor
+            p = run.block.tensor
             source = p if tensors is None else tensors.get(p)
-            if source is None:
-                view = real_view(p).new_zeros(run.size)
-            else:
-                whole = real_view(source.contiguous())
-                view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
+            view = real_view(p).new_zeros(run.block.size) if source is None else run.block.of(source.contiguous())
             columns.setdefault(run.rows.start, []).append(view)
         return list(columns.values())
 
@@ -321,8 +307,8 @@ class BlockStack:
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
         for run in self.runs:
-            target = run.first.tensor if tensors is None else tensors[run.first.tensor]
+            target = run.block.tensor if tensors is None else tensors[run.block.tensor]
             whole = target.contiguous()
-            run.view(whole).copy_(rows[run.points, run.rows])
+            run.block.of(whole).copy_(rows[run.points, run.rows])
             if whole is not target:
                 target.copy_(whole)

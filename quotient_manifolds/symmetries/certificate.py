@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +33,6 @@ HALF_PRECISION = 0.1
 #: Relative residuals and changes of outputs up to this are rounding of float64: symmetries show at most 1e-10, others
 #: at least 1e-4.
 ROUNDING = 1e-7
-#: Relative changes of outputs up to this are rounding where a pair moves from its balanced representative.
-_OF_OUTPUTS = 1e-9
 #: Condition number of the group elements that confirm a symmetry: so far along an orbit, clipped values are clipped.
 CONDITION = 100.0
 
@@ -84,20 +83,22 @@ class NotASymmetryError(ValueError):
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""What a gradient, and finite moves, say about pairs.
+    r"""What a gradient, and finite moves, say about pairs, or about the kinds of symmetries of a whole network.
 
     Attributes
     ----------
-    residuals : dict of SymmetricPair to float
+    residuals : dict of SymmetricPair or str to float
         :math:`\|CΩ\|_F / \|G^H \nabla_G Ω\|_F` with eight random columns Ω, which is 0 up to rounding for a symmetry.
         The pairs in ``unreached`` are left out.
     unreached : tuple of SymmetricPair
         The pairs whose gradient is exactly zero (frozen, zero, or not reached by the batch); they are not certified.
     tolerance : float
         Residuals up to this count as rounding.
-    changes : dict of SymmetricPair to float
-        The largest change of an output when a pair moves, relative to the largest output; up to 1e-9 it counts as
-        rounding. Empty if nothing was moved.
+    changes : dict of SymmetricPair or str to float
+        The largest change of an output when a pair, or all of a kind, move, relative to the largest output. Empty if
+        nothing was moved.
+    changes_tolerance : float
+        Changes up to this count as rounding.
 
     Examples
     --------
@@ -109,20 +110,21 @@ class Certificate:
     4 pairs certified, largest residual ... (rounding is up to 1e-01)
     """
 
-    residuals: dict[SymmetricPair, float]
+    residuals: dict[Any, float]
     unreached: tuple[SymmetricPair, ...]
     tolerance: float
-    changes: dict[SymmetricPair, float] = field(default_factory=dict)
+    changes: dict[Any, float] = field(default_factory=dict)
+    changes_tolerance: float = 1e-9
 
-    def _beyond_rounding(self) -> tuple[list[SymmetricPair], list[SymmetricPair]]:
+    def _beyond_rounding(self) -> tuple[list[Any], list[Any]]:
         """List the pairs that their residuals refuse, and those that their moves do."""
-        parts = ((self.residuals, self.tolerance), (self.changes, _OF_OUTPUTS))
+        parts = ((self.residuals, self.tolerance), (self.changes, self.changes_tolerance))
         by_gradient, by_moves = ([p for p, v in values.items() if not v <= bound] for values, bound in parts)
         return by_gradient, by_moves
 
     @property
-    def failures(self) -> tuple[SymmetricPair, ...]:
-        """The pairs that are not symmetries."""
+    def failures(self) -> tuple[Any, ...]:
+        """The pairs, or kinds, that are not symmetries."""
         return tuple(dict.fromkeys(itertools.chain(*self._beyond_rounding())))
 
     @property
@@ -140,13 +142,15 @@ class Certificate:
     def __str__(self) -> str:
         by_gradient, by_moves = self._beyond_rounding()
         worst, sound = max(self.residuals.values(), default=0.0), len(self.residuals) - len(by_gradient)
-        lines = [f"{sound} pairs certified, largest residual {worst:.1e} (rounding is up to {self.tolerance:.0e})"]
-        lines += [f"NOT A SYMMETRY: {p.name}: residual {self.residuals[p]:.1e}" for p in by_gradient]
+        of = "kinds" if any(isinstance(p, str) for p in self.changes) else "pairs"
+        lines = [f"{sound} {of} certified, largest residual {worst:.1e} (rounding is up to {self.tolerance:.0e})"]
+        wrong = [(p, f"residual {self.residuals[p]:.1e}") for p in by_gradient]
         lines += [f"{UNCERTIFIED}: {p.name}" for p in self.unreached]
         if self.changes:
-            what = f"{len(self.changes)} pairs moved, largest relative change of an output"
-            lines.append(f"{what} {max(self.changes.values()):.1e} (rounding is up to {_OF_OUTPUTS:.0e})")
-        lines += [f"NOT A SYMMETRY: {p.name}: moves change the outputs by {self.changes[p]:.1e}" for p in by_moves]
+            what = f"{len(self.changes)} {of} moved, largest relative change of an output"
+            lines.append(f"{what} {max(self.changes.values()):.1e} (rounding is up to {self.changes_tolerance:.0e})")
+        wrong += [(p, f"moves change the outputs by {self.changes[p]:.1e}") for p in by_moves]
+        lines += [f"NOT A SYMMETRY: {getattr(p, 'name', p)}: {how}" for p, how in wrong]
         return "\n".join(lines)
 
 

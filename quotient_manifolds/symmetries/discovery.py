@@ -222,8 +222,6 @@ def apply_random_symmetry_(
     if not isinstance(condition, (int, float)) or not 1 <= condition < float("inf"):
         raise ValueError(f"a condition number is at least 1, got {condition!r}")
     check_model(model)
-    if not isinstance(seed, int):
-        raise TypeError(f"seed must be a whole number, got {seed!r}")
     found = stacks(find_symmetric_pairs(model) if pairs is None else pairs)
     move_(found, condition, seed)
     return sum(map(len, found))
@@ -237,7 +235,6 @@ def verify(
     seed: int = 0,
     *,
     moves: bool = True,
-    condition: float = 10.0,
     forward: Callable[[nn.Module, Any], Any] = default_forward,
     extra: Sequence[SymmetricPair] = (),
 ) -> Certificate:
@@ -253,11 +250,9 @@ def verify(
     batch : object
         A small batch for ``forward``. Floating-point tensors are widened to float64.
     seed : int
-        Seed of the group elements.
+        Seed of the group elements, of condition number 10.
     moves : bool
         Whether to act on the pairs too, at one forward pass each.
-    condition : float
-        Condition number of the group elements.
     forward : callable
         ``forward(model, batch)`` → outputs; by default as for :func:`sharpness.evaluate`, without its loss.
     extra : sequence of SymmetricPair
@@ -308,6 +303,6 @@ def verify(
         certificate = certify(found, gradients, tolerance=1e-8)
         changes = {}
         for p in pairs if moves else ():
-            with moved([p], condition, seed):
+            with moved([p], 10.0, seed):
                 changes[p] = change(before, run())
     return replace(certificate, changes=changes)

@@ -13,12 +13,11 @@ of measure zero. A finite move then confirms what is divided out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +25,14 @@ from torch import Tensor, nn
 from ..linalg import standard_normal
 from .attention import PLANES, Heads
 from .blocks import BlockStack
-from .certificate import ROUNDING, broken, orbit_residuals, output_gradients
+from .certificate import ROUNDING, broken, output_gradients
 from .modules import Call, Wide, preserve_model_state, record, running_copy
-from .pairs import ENCLOSING, FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair, refused
-from .registry import Watch, candidates, handler_of
-from .roles import Roles, holds_keys, possible_heads, proposals, roles_of
+from .pairs import FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair
+from .registry import Watch, candidates, handler_of, uncovered
+from .roles import Proposal, holds_keys, proposals
 from .stacks import stacks
 
-_NONE = "no continuous symmetry was found"
+_NONE = "no symmetry was found that has a quotient"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
 #: Inputs with entries beyond this are masks.
@@ -42,68 +41,30 @@ _MASKED = 1e4
 SAMPLES = 2
 
 
-class _Algebra(NamedTuple):
-    """A Lie algebra of h × h matrices, by the linear maps that must vanish on C, and the fields of heads it acts on."""
-
-    dimension: int
-    parts: Callable[[Tensor], tuple[Tensor, ...]]
-    acting: dict[str, Any]
-
-
-def _turns(C: Tensor, size: int, pairing: str) -> tuple[Tensor, Tensor]:
-    """Return the parts of C along stretches and rotations of the leading planes."""
-    i = torch.arange(size // 2, device=C.device)
-    a, b = (i, i + size // 2) if pairing == "half" else (2 * i, 2 * i + 1)
-    return C[..., a, a] + C[..., b, b], C[..., a, b] - C[..., b, a]
-
-
-def _rotations(C: Tensor, size: int, pairing: str) -> tuple[Tensor, ...]:
-    """Return the parts of C along rotations of the leading planes."""
-    return (_turns(C, size, pairing)[1],)
-
-
-def _rotary(C: Tensor, size: int, pairing: str) -> tuple[Tensor, ...]:
-    """Return the parts of C along complex numbers on the leading planes, and along all matrices on the others."""
-    return torch.cat(_turns(C, size, pairing), -1), C[..., size:, size:].flatten(-2)
-
-
-def _algebras(h: int) -> list[_Algebra]:
-    """List the candidates."""
-
-    def skew(C: Tensor) -> tuple[Tensor, ...]:
-        return ((C - C.mT).flatten(-2),)
-
-    def trace(C: Tensor) -> tuple[Tensor, ...]:
-        return (C.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True),)
-
-    def shift(C: Tensor) -> tuple[Tensor, ...]:
-        return (C.sum((-2, -1)).unsqueeze(-1),)
-
-    found = [_Algebra(h * h, lambda C: (C.flatten(-2),), {})]
-    for size in range(2, h + 1, 2):
-        for pairing in PLANES[: 1 + (size > 2)]:
-            of_planes = partial(_rotary, size=size, pairing=pairing)
-            found.append(_Algebra(size + (h - size) ** 2, of_planes, {"group": pairing, "rotary_size": size}))
-    for pairing in PLANES[: h // 2 if h % 2 == 0 else 0]:
-        reason = f"rotations of the planes only ({pairing}), which are compact"
-        found.append(_Algebra(h // 2, partial(_rotations, size=h, pairing=pairing), {"reason": reason}))
-    both = f"O({h}) and one scale, which have no quotient here"
-    found.append(_Algebra(h * (h - 1) // 2, skew, {"reason": f"O({h}) only, which is compact"}))
-    found.append(_Algebra(h * (h - 1) // 2 + 1, lambda C: skew(C) + trace(C), {"reason": both}))
-    found.append(_Algebra(h, lambda C: (C.diagonal(dim1=-2, dim2=-1),), {"group": "diagonal"}))
-    found.append(_Algebra(1, trace, {"reason": "one scale, which has no quotient here"}))
-    found.append(_Algebra(1, shift, {"reason": "one shift of all dimensions alike, which has no quotient here"}))
-    return [a for a in found if a.dimension]
-
-
-def _holds(algebra: _Algebra, one: Tensor, two: Tensor) -> bool:
-    """Return whether the moments of both factors agree along an algebra, head by head."""
+def _groups(heads: Heads, one: Tensor, two: Tensor) -> Iterator[tuple[int, Heads]]:
+    """Yield the groups that the moments of both factors let act on heads, with their dimensions."""
+    h, i = heads.size, torch.arange(heads.size, device=one.device)
     floor = 1e-6 * torch.maximum(one.flatten(-2).norm(dim=-1), two.flatten(-2).norm(dim=-1))
-    for a, b in zip(algebra.parts(one), algebra.parts(two), strict=True):
+
+    def agree(a: Tensor, b: Tensor) -> bool:
+        """Return whether parts of the moments are the same, head by head; NaN is not."""
         scale = torch.maximum(torch.maximum(a.norm(dim=-1), b.norm(dim=-1)), floor)
-        if not bool(((a - b).norm(dim=-1) <= ROUNDING * scale).all()):  # no hypothesis holds for NaN
-            return False
-    return True
+        return bool(((a - b).norm(dim=-1) <= ROUNDING * scale).all())
+
+    def turns(C: Tensor) -> Tensor:
+        """Return the parts along stretches and rotations of planes (a, b)."""
+        return torch.cat([C[..., a, a] + C[..., b, b], C[..., a, b] - C[..., b, a]], -1)
+
+    rest = ((n, [C[..., n:, n:].flatten(-2) for C in (one, two)]) for n in range(0, h + 1, 2))
+    size = next((n for n, parts in rest if agree(*parts)), -1)
+    if size == 0:
+        yield h * h, heads
+    for pairing in PLANES[: 1 + (size > 2)] if size > 0 else ():
+        a, b = (i[: size // 2], i[size // 2 : size]) if pairing == "half" else (i[:size:2], i[1:size:2])
+        if agree(turns(one), turns(two)):
+            yield size + (h - size) ** 2, replace(heads, group=pairing, rotary_size=size)
+    if agree(*(C.diagonal(dim1=-2, dim2=-1) for C in (one, two))):
+        yield h, replace(heads, group="diagonal")
 
 
 def moments(pairs: Sequence[SymmetricPair], samples: Sequence[dict[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -143,66 +104,38 @@ class Examination:
         """What most hypotheses are tested with; for a module that is refused nothing runs."""
         return list(self.sample())
 
-    @cached_property
-    def roles(self) -> Roles | None:
-        """Where the names of the weights say that projections are."""
-        return roles_of(self.twin)
-
     def keeps(self, pairs: Iterable[SymmetricPair]) -> bool:
         """Return whether moves along the pairs of the twin leave its outputs unchanged."""
         return not broken([p for p in merged(pairs) if p.group and not p.thin], self.run)
 
+    def heads(self) -> Iterator[tuple[Proposal, Heads]]:
+        """Yield what is proposed with the heads that gradients choose and a move confirms."""
+        size = 0
+        for proposal in proposals(self.twin):
+            heads = self._largest(proposal, size)
+            null = self._key_bias_is_null(merged(proposal.pairs(heads)))
+            yield proposal, (heads := self._confirmed(proposal, replace(heads, key_bias_null=null)))
+            size = heads.size
+
     def pairs(self) -> list[SymmetricPair]:
-        """List what gradients choose and moves confirm."""
-        if self.roles is not None:
-            return self.roles.pairs("", *self.heads(self.roles))
-        chosen = [p for alternatives in proposals(self.twin, "") for p in self._chosen(alternatives)]
+        """List the pairs of these heads, queries and keys first."""
+        chosen = [p for proposal, heads in reversed(list(self.heads())) for p in proposal.pairs(heads)]
         return sorted(chosen, key=lambda p: p.head or 0)
 
-    def _chosen(self, alternatives: Sequence[list[SymmetricPair]]) -> list[SymmetricPair]:
-        """Return the first alternative that a gradient and a move confirm, or the reason why none holds."""
-        reasons = []
-        for pairs in alternatives:
-            found = [r for stack in stacks(pairs) for s in self.samples for r in orbit_residuals(stack, s).tolist()]
-            residuals = [r for r in found if not math.isnan(r)]
-            if residuals and max(residuals) <= ROUNDING and self.keeps(pairs):
-                return pairs
-            reasons.append(_NONE if residuals else UNCERTIFIED)
-        return [refused(p, p.reason or reasons[0]) for p in alternatives[0]]
-
-    def known_sizes(self) -> list[int]:
-        """List the head sizes that the module stores under common names."""
-        names = ("head_dim", "head_size", "attention_head_size")
-        stored = [getattr(m, name, None) for m in self.twin.modules() for name in names]
-        return [size for size in stored if isinstance(size, int)]
-
-    def heads(self, roles: Roles) -> tuple[Heads, Heads]:
-        """Find the heads of queries and keys, and of values and outputs, with what acts on them."""
-        sizes = self.known_sizes()
-        vo = self._largest("vo", roles, sizes)
-        qk = self._largest("qk", roles, [*sizes, vo.size])
-        qk = replace(qk, key_bias_null=self._key_bias_is_null(merged(roles.of_kind("qk", qk))))
-        return self._confirmed("qk", roles, qk), self._confirmed("vo", roles, vo)
-
-    def _largest(self, kind: str, roles: Roles, sizes: Sequence[int]) -> Heads:
-        """Find where heads lie and what acts on them: the largest group; of equal ones, that with a known head size."""
-        none = Heads(1, 1, min(map(roles.width, "qkvo")), reason=_NONE)
-        options = []
-        for heads in possible_heads(roles, kind):
-            pairs = merged(roles.of_kind(kind, heads))
+    def _largest(self, proposal: Proposal, size: int) -> Heads:
+        """Find where heads lie and what acts on them: the largest group; in doubt of a size that others have."""
+        none, options = Heads(1, 1, 1, reason=_NONE), []
+        for heads in proposal.heads:
+            pairs = merged(proposal.pairs(heads))
             reason = next((p.reason for p in pairs if p.group is None), "")
             if reason:
                 return replace(none, reason=reason)
             one, two = moments(pairs, self.samples)
             if not bool(one.any()) and not bool(two.any()):
                 return replace(none, reason=UNCERTIFIED)
-            doubt = sizes.index(heads.size) if heads.size in sizes else len(sizes)
-            for algebra in _algebras(heads.size):
-                options.append(((-len(pairs) * algebra.dimension, doubt, heads.size), heads, algebra, one, two))
-        for _, heads, algebra, one, two in sorted(options, key=lambda option: option[0]):
-            if _holds(algebra, one, two):
-                return replace(heads, dimension=algebra.dimension, **algebra.acting)
-        return none
+            for dimension, choice in _groups(heads, one, two):
+                options.append((-len(pairs) * dimension, heads.size != size, heads.size, choice))
+        return min(options, key=lambda option: option[:3])[-1] if options else none
 
     def _key_bias_is_null(self, pairs: Sequence[SymmetricPair]) -> bool:
         """Return whether the outputs do not depend on the key bias, on the dimensions that are not rotated."""
@@ -212,11 +145,11 @@ class Examination:
         null, seen = (max(float(BlockStack(b).gather(s).norm()) for s in self.samples) for b in (biases, weights))
         return null <= ROUNDING * seen
 
-    def _confirmed(self, kind: str, roles: Roles, heads: Heads) -> Heads:
+    def _confirmed(self, proposal: Proposal, heads: Heads) -> Heads:
         """Return heads with the group that a move confirms."""
         scales = heads.group == "diagonal" or heads.size == 1
         fits = [replace(heads, group=group) for group in (heads.group, *(("positive",) if scales else ()))]
-        return next((f for f in fits if self.keeps(roles.of_kind(kind, f))), replace(heads, reason=_LOCAL))
+        return next((f for f in fits if self.keeps(proposal.pairs(f))), replace(heads, reason=_LOCAL))
 
 
 def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
@@ -253,20 +186,10 @@ def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Sy
         with Wide() if wide else nullcontext(), Watch(model) as watch:
             calls = record(run, modules)
         found = {name: _examined_pairs(name, m, calls.get(name), examined) for name, m in modules.items()}
-    covered = [*(m for m in model.modules() if handler_of(m) is not None), *modules.values()]
-    return found | {name: no_pair(name, UNNAMED) for name in _unnamed(model, covered, watch)}
-
-
-def _unnamed(model: nn.Module, covered: Iterable[nn.Module], watch: Watch) -> Iterator[str]:
-    """Iterate over the modules with weights, outside of others, that compute attention or hold keys and values."""
-    inside = {inner for m in covered for inner in m.modules()}
-    names = {m: name for name, m in model.named_modules()}
-    for m in [*(m for m, _ in watch.calls), *(m for m in names if holds_keys(m))]:
-        path = names.get(m, "")
-        while path and next(model.get_submodule(path).parameters(), None) is None:  # such as a softmax
-            path = path.rpartition(".")[0]
-        if m in names and m not in inside:
-            yield path
+    known = [*(m for m in model.modules() if handler_of(m) is not None), *modules.values()]
+    attending = [*watch.calls, *((m, "") for m in model.modules() if holds_keys(m))]
+    unnamed = uncovered(model, attending, {inner for m in known for inner in m.modules()})
+    return found | {path: no_pair(path, UNNAMED) for path, *_ in unnamed}
 
 
 def _examined_pairs(
@@ -278,8 +201,6 @@ def _examined_pairs(
     """
     if call is None:
         return no_pair(name, UNREACHED)
-    if roles_of(module) is None and not proposals(module, ""):
-        return no_pair(name, ENCLOSING)
     kind = _kind(module)
     try:
         with examination(module, call) as alone:
@@ -296,14 +217,11 @@ def _examined_pairs(
 
 def _kind(module: nn.Module) -> str:
     """Describe a module by its classes, shapes, hooks and settings; modules of one description compute alike."""
+    own = ("_parameters", "_buffers", "_modules")
 
     def facts(m: nn.Module) -> object:
-        settings, hooks = [], []
-        for k, v in sorted(vars(m).items()):
-            if k.startswith("_") and isinstance(v, dict):
-                hooks += list(v.values()) if k.startswith("_forward") else []
-            elif not isinstance(v, Tensor) and "layer_i" not in k and "idx" not in k:
-                settings.append((k, v))
-        return type(m), hooks, settings, [(n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)]
+        known = {k: v for k, v in vars(m).items() if k not in own and "layer_i" not in k and "idx" not in k}
+        settings = {k: v for k, v in known.items() if not isinstance(v, Tensor)}
+        return type(m), settings, [(n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)]
 
     return repr([(path, facts(m)) for path, m in module.named_modules()])

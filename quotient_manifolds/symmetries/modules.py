@@ -74,13 +74,11 @@ class _FastPath:
     """Torch's fast path of encoder layers, off during any measurement, because the setting is shared by all threads."""
 
     def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.Lock(), set[int](), True
+        self._lock, self._users, self._before = threading.RLock(), set[int](), True
 
     def switch(self, user: int, *, off: bool) -> None:
         """Switch it off, or restore it when the last user has finished; a second call is harmless."""
-        lock = self._lock
-        held = lock.acquire(timeout=0.1)
-        try:
+        with self._lock:
             if off:
                 if not self._users:
                     self._before = torch.backends.mha.get_fastpath_enabled()
@@ -90,11 +88,6 @@ class _FastPath:
                 if self._users == {user}:
                     torch.backends.mha.set_fastpath_enabled(self._before)
                 self._users.discard(user)
-        finally:
-            if held:
-                lock.release()
-            else:  # an interrupt came between acquiring and releasing the lock
-                self._lock = threading.Lock()
 
 
 _fast_path = _FastPath()

@@ -83,13 +83,16 @@ def manifold_parameters_(
         point = Point(model, f"quotient_point_{i}", stack)
         model.register_parameter(point.name, x)
         for k, run in enumerate(stack.runs):
-            b, weight = run.first, run.first.tensor
+            b, weight = run.block, run.block.tensor
             places.setdefault(weight, (b.module, b.attribute, FromPoints(b.module, weight, covered[weight])))
             places[weight][2].sources.append((point, k))
     for weight, (module, attribute, step) in places.items():
         weight.grad = None
         parametrize.register_parametrization(module, attribute, step)
-        weight.requires_grad_(weight.requires_grad and not step.whole)
+        if step.whole:  # what is left is empty: no parameter for an optimiser
+            home = module.parametrizations[attribute]
+            del home.original
+            home.register_buffer("original", weight.detach(), persistent=False)
     return list(points.values())
 
 
@@ -119,7 +122,7 @@ def _check_points(points: dict[PairStack, ManifoldParameter], model: nn.Module, 
 def plain_parameters_(model: nn.Module) -> None:
     """Undo :func:`manifold_parameters_`: write the points back to ordinary weights, bit for bit, in place.
 
-    The weights are the Parameter objects that they were before. Then the model is saved as its library saves it.
+    The weights are the Parameter objects that they were before. Now the model is saved as its library saves it.
 
     Parameters
     ----------
@@ -140,15 +143,20 @@ def plain_parameters_(model: nn.Module) -> None:
     """
     check_model(model)
     points: dict[Point, None] = {}
-    for module, name, weight, step in list(computed_weights(model)):
-        own = dict.fromkeys(point for point, _ in step.sources)
+    for module, name, home, step in list(computed_weights(model)):
+        points |= dict.fromkeys(point for point, _ in step.sources)
+        if step.whole:
+            (weight,) = step.weight
+            weight.data = home.original
+            del home.original
+            home.original = weight
+        cls = type(module)  # copies of the model share it, but torch takes the weight from it
+        module.__class__ = type(cls.__name__, cls.__bases__, dict(vars(cls)))
+        home.original.grad = None
         parametrize.remove_parametrizations(module, name)
-        weight.requires_grad_(weight.requires_grad or any(point.parameter.requires_grad for point in own))
-        weight.grad = None
         present = dict(module.named_parameters(recurse=False))
         for other in filter(present.__contains__, step.order):
             delattr(module, other)
             module.register_parameter(other, present[other])
-        points |= own
     for point in points:
         point.remove()

@@ -67,15 +67,15 @@ class Point:
 class FromPoints(nn.Module):
     """Compute a weight of a module from points.
 
-    ``original`` keeps the entries in no pair, and is empty if there are none. ``order`` is that of the module's
-    parameters.
+    ``original`` keeps the entries in no pair; if there are none it is an empty buffer, and ``weight`` keeps the
+    parameter itself. ``order`` is that of the module's parameters.
     """
 
     def __init__(self, module: nn.Module, weight: Tensor, covered: Tensor) -> None:
         super().__init__()
         self.covered: Tensor
         self.order = tuple(name for name, _ in module.named_parameters(recurse=False))
-        self.shape, self.whole = weight.shape, bool(covered.all())
+        self.shape, self.whole, self.weight = weight.shape, bool(covered.all()), [weight]
         self.register_buffer("covered", covered, persistent=False)
         self.sources: list[tuple[Point, int]] = []
 
@@ -83,7 +83,7 @@ class FromPoints(nn.Module):
         """Yield the points, and where in the weight some rows of some of their pairs lie."""
         for point, i in self.sources:
             run = point.stack.runs[i]
-            yield point, run.view(weight), run.points, run.rows
+            yield point, run.block.of(weight), run.points, run.rows
 
     def forward(self, original: Tensor) -> Tensor:
         """Return the weight, differentiably."""
@@ -100,12 +100,12 @@ class FromPoints(nn.Module):
         return weight.new_empty(0) if self.whole else weight.masked_fill(self.covered, 0)
 
 
-def computed_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, FromPoints]]:
-    """Walk through the weights that are computed from points: where they are, and the rest that is no point."""
+def computed_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any, FromPoints]]:
+    """Walk through the weights that are computed from points: where they are, torch's list of steps, and ours."""
     for module in model.modules():
         for name, steps in dict(getattr(module, "parametrizations", {})).items():
             if isinstance(steps[0], FromPoints):
-                yield module, name, steps.original, steps[0]
+                yield module, name, steps, steps[0]
 
 
 def point_pairs(model: nn.Module, include_frozen: bool = False) -> list[SymmetricPair]:

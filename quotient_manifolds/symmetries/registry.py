@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -106,23 +105,18 @@ def handler_of(module: nn.Module) -> Handler | None:
 
 
 def candidates(model: nn.Module, covered: Collection[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """List the modules that hold queries, keys, values and outputs and lie in no covered module.
+    """List the innermost modules that hold queries, keys, values and outputs, by their names, outside of covered ones.
 
-    These are the innermost such modules, and any module around one of them that has further projections of its own.
-    By default the modules with a handler are covered.
+    By default the modules with a handler are covered, with all that they hold.
     """
-    modules = dict(model.named_modules())
+    modules, chosen = dict(model.named_modules()), list[str]()
     known = [m for m in modules.values() if (handler_of(m) is not None if covered is None else m in covered)]
     attention = {inner for m in known for inner in m.modules()}
-    rest = [m for m in modules.values() if m not in attention]
-    attention |= {m for m in rest if roles_of(m) is not None or proposals(m, "")}
-    chosen = set()
-    for m in reversed(rest):  # the inner ones first
-        around = not attention.isdisjoint(itertools.islice(m.modules(), 1, None))
-        if roles_of(m, without=attention) is not None if around else m in attention:
-            attention.add(m)
-            chosen.add(m)
-    return {n: m for n, m in modules.items() if m in chosen}
+    for name, module in reversed(modules.items()):  # the inner ones first
+        if attention.isdisjoint(module.modules()) and proposals(module):
+            attention.update(module.modules())
+            chosen.append(name)
+    return {name: modules[name] for name in reversed(chosen)}
 
 
 class UnknownAttentionError(ValueError):
@@ -141,10 +135,10 @@ class UnknownAttentionError(ValueError):
     --------
     >>> import torch
     >>> from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage
-    >>> class SelfSimilarity(torch.nn.Module):
+    >>> class SelfSimilarity(torch.nn.Linear):
     ...     def forward(self, x):
-    ...         return (x @ x.mT).softmax(-1) @ x
-    >>> model = torch.nn.Sequential(SelfSimilarity())
+    ...         return (x @ x.mT).softmax(-1) @ super().forward(x)
+    >>> model = torch.nn.Sequential(SelfSimilarity(4, 4))
     >>> try:
     ...     check_coverage(model, lambda: model(torch.ones(1, 3, 4)))
     ... except UnknownAttentionError as error:
@@ -207,31 +201,41 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
     with torch.compiler.set_stance("force_eager"), Watch(model) as watch:
         result = run()
-    names = {module: name for name, module in model.named_modules()}
     pairs, plain = check_pairs(pairs), plain_names(model)
     missed = {p.module: p.reason for p in pairs if p.reason.startswith(UNEXAMINED)}
     examined = {p.module for p in pairs if p.kind != "lora"} - set(missed)
-    known = [m for m, n in names.items() if handler_of(m) is not None or plain(n) in examined]
+    known = [m for n, m in model.named_modules() if handler_of(m) is not None or plain(n) in examined]
     covered = {inner for module in known for inner in module.modules()}
     owners = {b.module for p in pairs if p.kind != "lora" and p.module not in missed for b in p.G + p.H}
     # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
     owners = {m for m in owners if handler_of(m) is None}
-    covered |= {m for m in names if not owners.isdisjoint([m, *m.children()])}
-    unseen = [
-        m for name, m in candidates(model, covered).items()
-        if roles_of(m) is not None and missed.get(plain(name)) != UNREACHED
-    ]  # fmt: skip
-    unwatched = "code that cannot be watched, by the names of its weights"
-    for module, call in [*watch.calls, *((m, unwatched) for m in unseen)]:
-        if module not in covered:
+    covered |= {m for m in model.modules() if not owners.isdisjoint([m, *m.children()])}
+    calls, unwatched = watch.calls, "code that cannot be watched, by the names of its weights"
+    for name, m in candidates(model, covered).items():
+        if roles_of(m) is not None and missed.get(plain(name)) != UNREACHED:
+            calls.append((m, unwatched))
+    for path, module, call in uncovered(model, calls, covered):
+        reason = missed.get(plain(path))
+        call = call if reason is None else f"{call}; of its examination: {reason}"
+        raise UnknownAttentionError(path or "(the model itself)", type(module), call)
+    return result
+
+
+def uncovered(
+    model: nn.Module, calls: Iterable[tuple[nn.Module, str]], covered: Collection[nn.Module]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield path, module and call of attention outside of covered modules, at the next module that has parameters.
+
+    State-space layers are let be: nothing but scales acts on their weights, which the adaptive metric does not see.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module, call in calls:
+        if module not in covered and not hasattr(module, "A_log"):
             path = names.get(module, "(outside the model)")
-            while path and isinstance(module, nn.Softmax):  # what holds it has a class of its own
+            while module in names and path and next(module.parameters(), None) is None:
                 path = path.rpartition(".")[0]
                 module = model.get_submodule(path)
-            reason = missed.get(plain(path))
-            call = call if reason is None else f"{call}; of its examination: {reason}"
-            raise UnknownAttentionError(path or "(the model itself)", type(module), call)
-    return result
+            yield path, module, call
 
 
 _APPENDED = ("bias_k", "add_zero_attn")

@@ -6,15 +6,15 @@ Names and shapes propose; a gradient and a move decide what holds (:mod:`.examin
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from .attention import PLANES, Heads, Projection, Rows, attention_pairs, head_pairs
-from .blocks import block
-from .pairs import SymmetricPair, merged
+from .attention import Heads, Projection, Rows, attention_pairs, head_pairs
+from .pairs import SymmetricPair
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
@@ -33,7 +33,7 @@ _FURTHER = frozenset({"pos", "global", "relative"})
 #: every head, of shape (rows, heads, head size).
 _ADDED = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "r_w_bias", "r_r_bias", "r_s_bias")
 _SHARED = ("rel_pos_h", "rel_pos_w")
-_KEYS = ("r", "r_kernel", "seg_embed")
+_KEYS = ("r_kernel", "seg_embed")
 #: Largest head size that is tried.
 LARGEST = 512
 #: Parts of latent attention; and the projection of its queries, with that of a gate beside them in the second.
@@ -94,7 +94,7 @@ def _projects(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(module).__name__ in ("Conv1D", "QuantLinear")
 
 
-def _weights(module: nn.Module, path: str = "", without: Container[nn.Module] = ()) -> Iterator[tuple[str, Projection]]:
+def _weights(module: nn.Module, path: str = "") -> Iterator[tuple[str, Projection]]:
     """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices."""
     base = getattr(module, "base_layer", module)
     if _projects(base) or base is not module:
@@ -103,23 +103,17 @@ def _weights(module: nn.Module, path: str = "", without: Container[nn.Module] = 
     for name, p in module.named_parameters(recurse=False):
         if p.dim() == 2 and name.endswith("weight") and name != "weight":
             yield f"{path}.{name}", Projection(module, name, f"{name.removesuffix('weight')}bias")
-        if p.dim() == 3 and name in ("q", "k", "v", "o"):  # (width, heads, head size)
-            yield f"{path}.{name}", Projection(module, name, conv1d=name != "o")
     for name, child in module.named_children():
-        if child not in without:
-            yield from _weights(child, f"{path}.{name}", without)
+        yield from _weights(child, f"{path}.{name}")
 
 
-def roles_of(module: nn.Module, without: Container[nn.Module] = ()) -> Roles | None:
-    """Read the roles of the weights in a module from their names; None if they do not form one attention layer.
-
-    Submodules in ``without`` are passed over.
-    """
+def roles_of(module: nn.Module) -> Roles | None:
+    """Read the roles of the weights in a module from their names; None if they do not form one attention layer."""
     if any(hasattr(module, mark) for mark in ("conv1d", "A_log")):  # a state-space layer
         return None
     main: dict[str, Projection] = {}
     further: dict[str, tuple[Projection | Rows, ...]] = {}
-    for name, found in _weights(module, without=without):
+    for name, found in _weights(module):
         words = _words(name)
         letters = "qkv" if name.lower().endswith(_PACKED) else _letters(words - _FURTHER)
         letters = "k" if name.endswith("linear_pos") else letters
@@ -194,63 +188,37 @@ def possible_heads(roles: Roles, kind: str, number: int | None = None) -> Iterat
                 yield Heads(found, kv_number, h, blocks=blocks, order=order, examined=number is None)
 
 
-def proposals(module: nn.Module, name: str) -> list[list[list[SymmetricPair]]]:
-    """List the possible symmetries of a layer, each by its alternatives in pairs; empty for a layer of another kind."""
-    if all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES):
-        return list(_latent(module, name))
-    conv = getattr(module, "conv1d", None)
-    if isinstance(conv, nn.Conv1d) and conv.groups == conv.in_channels == conv.out_channels:
-        return [*_convolved(module, name, conv), *_states(module, name)]
-    return []
+class Proposal(NamedTuple):
+    """Where the heads of one kind of pairs may lie in a layer, and the pairs of heads that do."""
+
+    kind: str
+    heads: Sequence[Heads]
+    pairs: Callable[[Heads], list[SymmetricPair]]
 
 
-def _latent(m: Any, name: str) -> Iterator[list[list[SymmetricPair]]]:
+def proposals(module: nn.Module) -> list[Proposal]:
+    """List what the pairs of a layer may be; empty for a layer that is no attention, by the names in it."""
+    roles = roles_of(module)
+    if roles is not None:
+        return [Proposal(k, list(possible_heads(roles, k)), partial(roles.of_kind, k)) for k in ("vo", "qk")]
+    latent = all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES)
+    return list(_latent(module)) if latent else []
+
+
+def _latent(m: Any) -> Iterator[Proposal]:
     """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
     nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
     source = next(found for a in _QUERIES if (found := getattr(m, a, None)) is not None)
     v, o = Projection(m.kv_b_proj, start=nope, stride=nope + size), Projection(m.o_proj)
     number = o.dimensions(into=False) // size
     q, k = Projection(source, stride=Projection(source).dimensions() // number), replace(v, start=0)
-    if nope:
-        plain = Heads(number, number, nope, key_bias_null=False, examined=True)
-        yield [list(head_pairs(name, "qk", plain, q, k))]
-    groups = ("GL", "diagonal")  # the latter is what a gate leaves
-    yield [list(head_pairs(name, "vo", Heads(number, number, size, group, examined=True), v, o)) for group in groups]
-    if rope:
-        q, k = replace(q, start=nope), Projection(m.kv_a_proj_with_mqa, start=m.kv_lora_rank)
-        turned = [Heads(number, 1, rope, planes, rope, examined=True) for planes in PLANES]
-        yield [merged(head_pairs(name, "qk", heads, q, k)) for heads in turned]
+    turned, shared = replace(q, start=nope), Projection(m.kv_a_proj_with_mqa, start=m.kv_lora_rank)
 
+    def pairs(heads: Heads, kind: str, one: Projection, two: Projection) -> list[SymmetricPair]:
+        return list(head_pairs("", kind, heads, one, two))
 
-def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[list[list[SymmetricPair]]]:
-    """Propose to scale the channels of a projection against the convolution that each channel passes separately."""
-
-    def scaled(part: str, heads: Heads, rows: Projection, channel: int) -> list[SymmetricPair]:
-        pairs = head_pairs(name, "conv", heads, rows, Projection(conv, bias="", start=channel))
-        return [replace(p, part=part) for p in pairs]
-
-    grouped = getattr(m, "in_proj_qkvz", None)
-    if isinstance(grouped, nn.Linear):  # rows [head][q, k, v, z], channels [q; k; v]
-        number, keys, values = m.num_k_heads, m.head_k_dim, m.head_v_dim * m.num_v_heads // m.num_k_heads
-        for i, (part, size) in enumerate((("q", keys), ("k", keys), ("v", values))):
-            rows = Projection(grouped, start=i * keys, stride=2 * (keys + values))
-            yield [scaled(part, Heads(number, number, size, "diagonal", examined=True), rows, i * keys * number)]
-    source = getattr(m, "in_proj", None)
-    if isinstance(source, nn.Linear):
-        heads, rest = Heads(1, 1, conv.out_channels, "diagonal", examined=True), source.out_features - conv.out_channels
-        inner = getattr(getattr(m, "out_proj", None), "in_features", 0)
-        starts = sorted(s for s in {0, inner, rest} if 0 <= s <= rest)
-        yield [scaled("channels", heads, Projection(source, start=s), 0) for s in starts]
-
-
-def _states(m: Any, name: str) -> Iterator[list[list[SymmetricPair]]]:
-    """Propose to scale the input of each Mamba state against its output, since states are independent of each other."""
-    if isinstance(getattr(m, "x_proj", None), nn.Linear):
-        rank, states = m.time_step_rank, Heads(1, 1, m.ssm_state_size, "diagonal", examined=True)
-        B, C = (Projection(m.x_proj, start=s) for s in (rank, rank + states.size))
-        (plain,) = head_pairs(name, "state", states, B, C)
-        alternatives = [plain]
-        if hasattr(m, "b_layernorm"):  # Jamba normalises both, with gains
-            G, H = (block(norm, "weight") for norm in (m.b_layernorm, m.c_layernorm))
-            alternatives.append(replace(plain, G=(G,), H=(H,)))
-        yield [[p] for p in alternatives]
+    parts = (("vo", v, o, number, size), ("qk", turned, shared, 1, rope), ("qk", q, k, number, nope))
+    for kind, one, two, kv_number, width in parts:
+        heads = Heads(number, kv_number, width, key_bias_null=False, examined=True)
+        if width:
+            yield Proposal(kind, [heads], partial(pairs, kind=kind, one=one, two=two))

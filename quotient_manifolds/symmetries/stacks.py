@@ -79,17 +79,9 @@ class PairStack:
         """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
         return self.pairs[0].manifold(metric)
 
-    def point_like(self, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor]:
-        """Return the shape of the stacked point, and an empty tensor of its dtype, for real weights of ``dtype``."""
-        like = self.group.to_point(torch.empty((0, *self._rows.shape[1:]), dtype=dtype, device=self._device()))
-        return (len(self), *like.shape[1:]), like
-
-    def _device(self) -> torch.device:
-        return self.pairs[0].G[0].tensor.device
-
     def parameters(self) -> list[Tensor]:
         """List the parameters involved, each once, including those of dropped blocks."""
-        blocks = [*(run.first for run in self.runs), *(b for p in self.pairs for b in p.null)]
+        blocks = [*(run.block for run in self.runs), *(b for p in self.pairs for b in p.null)]
         return list({id(b.tensor): b.tensor for b in blocks}.values())
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
@@ -108,9 +100,9 @@ class PairStack:
     def views(self, tensors: Mapping[Tensor, Tensor]) -> Iterator[tuple[slice, bool, Tensor, Tensor]]:
         """Yield (indices of pairs, whether the rows are of G, some rows of points, the same rows of ``tensors``)."""
         for run in self.runs:
-            p = run.first.tensor
+            p = run.block.tensor
             if p in tensors:
-                x, y = (self.group.to_point(run.view(t.contiguous())) for t in (p, tensors[p]))
+                x, y = (self.group.to_point(run.block.of(t.contiguous())) for t in (p, tensors[p]))
                 yield run.points, run.rows.start < self.n, x, y
 
 
@@ -155,12 +147,6 @@ def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
 
 def without_sharing(pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
     """Refuse the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
-    shared = sharing(pairs)
-    return [refused(p, SHARED) if i in shared else p for i, p in enumerate(pairs)]
-
-
-def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
-    """Find the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
     homes: dict[object, list[tuple[int, Block, Tensor]]] = {}
     for i, p in enumerate(pairs):
         for b in p.G + p.H if p.group is not None else ():
@@ -168,21 +154,23 @@ def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
             # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
             if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
                 homes.setdefault((t.untyped_storage().data_ptr(), t.dtype), []).append((i, b, t))
-    return {i for blocks in homes.values() for i in _sharing_memory(blocks)}
+    shared = {i for blocks in homes.values() for i in _sharing_memory(blocks)}
+    return [refused(p, SHARED) if i in shared else p for i, p in enumerate(pairs)]
 
 
 def _sharing_memory(blocks: Sequence[tuple[int, Block, Tensor]]) -> Iterator[int]:
-    """Count how many blocks each number of one memory belongs to, and yield the pairs of those with more than one."""
+    """Count how many blocks, up to two, each number of one memory belongs to; yield the pairs of those with two."""
     first = blocks[0][2]
     tensors = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for *_, t in blocks}
     for _, b, t in blocks:
-        b.of(tensors[t]).add_(1)
+        b.of(tensors[t]).add_(1).clamp_(max=2)
     size = first.untyped_storage().nbytes() // first.element_size()
     memory = torch.zeros(size, dtype=torch.uint8, device=first.device)
+    places = {t: memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors}
     for t, count in tensors.items():
-        memory.as_strided(t.shape, t.stride(), t.storage_offset()).add_(count)
+        places[t].add_(count).clamp_(max=2)
     for i, b, t in blocks:
-        if bool((b.of(memory.as_strided(t.shape, t.stride(), t.storage_offset()).contiguous()) != 1).any()):
+        if bool((b.of(places[t].contiguous()) != 1).any()):
             yield i
 
 

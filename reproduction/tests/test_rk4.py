@@ -33,5 +33,5 @@ def test_directions_that_the_point_lacks_stay_put(cls):
     space = GLTangentSpace(manifold.metric, canonical_gauge(*manifold.unpack_tensor(x)))
     u = space.from_coordinates(space.project_coordinates(0.1 * torch.randn(12, 3))).requires_grad_()
     end = rk4(space, u, 16)
-    torch.testing.assert_close(end, space.expmap(u), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(end, space.geodesic(u)[0], rtol=1e-6, atol=1e-6)
     assert bool(torch.autograd.grad(end.sum(), u)[0].isfinite().all())

@@ -66,7 +66,10 @@ def build(out, models=3, first=0):
 
 def rows_of(out):
     """Without the time it took; the shifted images, in a file of each zoo's own, count by their digest."""
-    found = {part: read_rows(Path(out) / part) for part in ("results", "shift")}
+    found = {
+        part: read_rows(Path(out) / part, read_config(Path(out) / "models" / f"{part}.json"))
+        for part in ("results", "shift")
+    }
     for row in found["shift"]:
         del row["test"]["source"]
     return {k: [{n: v for n, v in row.items() if n != "seconds"} for row in rows] for k, rows in found.items()}
@@ -160,7 +163,11 @@ def test_models_that_the_plan_leaves_out(place, monkeypatch):
     torch.set_num_threads(1)
     build("zoo")
     assert radii.guess_error(read_config("zoo/models/sweep.json")) >= 1 / 2  # of three classes, one has at most 6 of 12
-    fits = {r["checkpoint"]: r["train_error"] for r in read_rows("zoo/results") if r["kind"] == "fit"}
+    fits = {
+        r["checkpoint"]: r["train_error"]
+        for r in read_rows("zoo/results", read_config("zoo/models/results.json"))
+        if r["kind"] == "fit"
+    }
     monkeypatch.setattr(radii, "guess_error", lambda sweep: min(fits.values()))
     assert radii.tested(Path("zoo"))[1] == dict.fromkeys(fits, "it has learned nothing")
     monkeypatch.setattr(radii, "guess_error", lambda sweep: 1.1)
@@ -252,7 +259,7 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert measuring.main(["table", "zoo/results", "--target", "test-loss"]) == 0
     assert "3 models with a test-loss: too few to correlate, which needs 10." in capsys.readouterr().out
     Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)))
-    assert measuring.main(["table", "many.jsonl", "--target", "test-loss", "--format", "markdown"]) == 0
+    assert measuring.main(["table", "many.jsonl", "--target", "test-loss"]) == 0
     words = formatted(compare(read_results("many.jsonl"), "test-loss", level=0.985, resamples=50))
     printed = capsys.readouterr().out
     assert "tau given train_loss, train_error" in printed

@@ -30,28 +30,16 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn
 
-import msgspec
 import torch
 
-from ..errors import RemoteError, naming, words_of
+from ..errors import EXPECTED, naming, words_of
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with one-line error messages; every command has ``--debug``."""
+    """A parser with one-line error messages, whose texts are shown as they are."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
-        self.add_argument(  # before a command or after it
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error"
-        )
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what is left over here, where it is known which command it was given to."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            hint = "; data is given by --data" if "--data" in self._option_string_actions else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return found, rest
 
     def error(self, message: str) -> NoReturn:
         """Exit with a one-line message and exit code 2."""
@@ -70,38 +58,29 @@ def parser() -> argparse.ArgumentParser:
     add_command(commands, one_model.demo)
     add_command(commands, one_model.symmetries, DataChoice)
     add_command(commands, one_model.canonicalize)
-    add_command(commands, one_model.run, DataChoice, Search, one_model.Output)
+    add_command(commands, one_model.run, DataChoice, Search)
     for function in (many_models.sweep, many_models.table, many_models.plot):
         add_command(commands, function)
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | None = None) -> int:
     """Run the command line, by default that of the process; every error is reported in one line, with exit code 2."""
-    return run_parser(parser(), arguments)
-
-
-def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
-    """Run the command that a parser finds in the arguments; see :func:`main`."""
+    top = parser() if top is None else top
     options = top.parse_args(arguments)
     options.command = shlex.join([top.prog, *(sys.argv[1:] if arguments is None else arguments)])
-    debug = getattr(options, "debug", False)
     try:
         with warnings.catch_warnings():
-            if not debug:  # warnings of libraries; the commands themselves report what matters to users
-                warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # of libraries; the commands themselves report what matters to users
             code: int = options.run(options)
         return code
     except KeyboardInterrupt:
         print(f"{top.prog}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if debug:
+        if not isinstance(error, EXPECTED):
             traceback.print_exc()
-        expected = isinstance(error, (ValueError, OSError, ImportError, RemoteError))
-        hint = "" if expected else " (unexpected error: --debug prints the traceback)"
-        said = str(error) if isinstance(error, (ImportError, RemoteError)) else words_of(error)
-        print(f"{top.prog}: {' '.join(said.split())}{hint}", file=sys.stderr)
+        print(f"{top.prog}: {words_of(error)}", file=sys.stderr)
         return 2
 
 
@@ -162,15 +141,10 @@ def _reading(kind: Any, default: Any) -> dict[str, Any]:
 
 
 def _label_map(text: str) -> dict[str, int]:
-    names: dict[str, int] = {}
-    for name, _, number in (entry.rpartition("=") for entry in text.split(",") if entry):
-        if not name or not number.isdecimal():
-            raise argparse.ArgumentTypeError(
-                f"labels are mapped by NAME=NUMBER,…, but {text!r} does not have this form"
-            )
-        if name in names:
-            raise argparse.ArgumentTypeError(f"the label {name!r} is mapped twice")
-        names[name] = int(number)
+    entries = [entry.rpartition("=") for entry in text.split(",")]
+    names = {name: int(number) for name, _, number in entries if name and number.isdecimal()}
+    if len(names) < len(entries):
+        raise argparse.ArgumentTypeError(f"labels are mapped by NAME=NUMBER,…, each once, but not {text!r}")
     return names
 
 
@@ -188,12 +162,5 @@ def checked_device(name: str) -> Any:
         if device.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun gives every process a GPU of its own
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        if device.type == "meta":
-            raise ValueError("it holds no numbers")
-        torch.zeros((), device=device)
+        torch.zeros((), device=device).item()
     return device
-
-
-def as_json(found: Any) -> str:
-    """Write dicts, lists and numbers as JSON; a number that is not finite becomes null."""
-    return msgspec.json.format(msgspec.json.encode(found, enc_hook=float), indent=2).decode() + "\n"

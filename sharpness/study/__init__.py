@@ -7,7 +7,7 @@ folder, and may be killed.
 """
 
 from .plan import Checkpoint, Sweep, read_config
-from .ranking import compare, formatted, kendall, plot_sweep
+from .ranking import compare, kendall, plot_sweep
 from .results import TARGETS, measurements, per_model, read_results, remarks, targets
 from .run import read_failures, read_rows, run_sweep
 
@@ -16,7 +16,6 @@ __all__ = [
     "Checkpoint",
     "Sweep",
     "compare",
-    "formatted",
     "kendall",
     "measurements",
     "per_model",

@@ -6,9 +6,7 @@ import functools
 import glob
 import hashlib
 import importlib.util
-import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -20,7 +18,7 @@ from msgspec import Meta, Struct, field
 
 from ..ascent import Search
 from ..data import DataChoice, is_function
-from ..errors import naming, require_extra
+from ..errors import naming, words_of
 from ..measures import LOCAL, Measure, checked_radii, measure_of
 from ..models import INPUTS, files_of
 
@@ -68,7 +66,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
         are none. ``train`` is ``data`` by default.
     baselines : str or None
         ``module:function`` of further quantities: from a model, the batches and the initial weights (a state dict, or
-        None) to numbers by name.
+        None) to numbers by name, of which none is called "error".
     initial : str or None
         For it, the model from which all were fine-tuned: a state dict's file or a transformers folder.
     measures : tuple of str
@@ -84,13 +82,11 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
         As for :func:`sharpness.evaluate`.
     device : str
         Device of torch.
-    sharded : bool
-        Shard every model over the processes of torchrun, which then measure each checkpoint together.
 
     Raises
     ------
     ValueError
-        A radius or an ablation has no meaning, a name is there twice, or entries exclude each other.
+        A radius or an ablation has no meaning, a measure is unknown, or there are no initial weights.
 
     Examples
     --------
@@ -102,7 +98,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     ...     rho={"adaptive": (0.1, 0.5)}, ablations=({}, {"geodesic": "first-order"}),
     ... )
     >>> [(job["measure"], job["rho"], job["ablation"]) for job in sweep.jobs(net)]
-    [('geodesic-inv', [0.1], {}), ('geodesic-inv', [0.1], {'geodesic': 'first-order'}), ('adaptive', [0.1, 0.5], {})]
+    [('geodesic-inv', [0.1], {}), ('adaptive', [0.1, 0.5], {}), ('geodesic-inv', [0.1], {'geodesic': 'first-order'})]
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -118,34 +114,30 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     micro_batch: Annotated[int, Meta(ge=1)] | None = None
     normalize_logits: bool = False
     device: str = "cpu"
-    sharded: bool = False
 
     def __post_init__(self) -> None:
-        if len(set(self.measures)) < len(self.measures):
-            raise ValueError("measures contains a name twice")
-        if self.search.restarts and any(ablation.get("statistic") == "average" for ablation in self.ablations):
-            raise ValueError(
-                "restarts belong to searches, but an ablation has statistic: average; give it a sweep of its own"
-            )
-        if self.sharded and (self.baselines or self.initial):
-            raise ValueError("baselines and initial are for whole models; leave them out with sharded: true")
         if self.initial is not None and not Path(self.initial).exists():
             raise ValueError(f"there are no initial weights at {self.initial}")
-        for name in (*self.measures, *(self.rho if isinstance(self.rho, dict) else ())):
+        of_ablations = (name for ablation in self.ablations for name in ablation.get("measures", ()))
+        for name in (*self.measures, *of_ablations, *(self.rho if isinstance(self.rho, dict) else ())):
             measure_of(name)
-        for ablation in self.ablations:
-            _check_ablation(ablation, self.measures)
         self.measured()
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of :func:`sharpness.evaluate`."""
-        passes = {"micro_batch": self.micro_batch, "normalize_logits": self.normalize_logits}
-        return {**asdict(self.search), **passes}
+        return {**asdict(self.search), "micro_batch": self.micro_batch, "normalize_logits": self.normalize_logits}
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-        """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results."""
-        digest = of_model(checkpoint.model, checkpoint.weights)
+        """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results.
+
+        If the checkpoint cannot be read, there is only one, with the error.
+        """
+        try:
+            digest = of_model(checkpoint.model, checkpoint.weights)
+        except OSError as error:
+            yield {"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}
+            return
         where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": digest}
         data = as_data(self.data)
         if self.train is not None or self.test is not None:
@@ -161,28 +153,23 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
 
     def measured(self) -> list[tuple[str, dict[str, Any], list[float]]]:
         """List the measures with the fields that are changed, and their radii, each once."""
-        plan: dict[str, tuple[str, dict[str, Any], list[float]]] = {}
-        for name in self.measures:
-            given = self.rho.get(name) if isinstance(self.rho, dict) else self.rho
-            rho = () if name in LOCAL else checked_radii(measure_of(name), given)
-            for ablation in self.ablations:
-                if name in ablation.get("measures", (name,)) and applies(name, ablation):
-                    switches = {k: v for k, v in ablation.items() if k != "measures"}
-                    plan[json.dumps([name, switches], sort_keys=True)] = name, switches, list(rho)
-        return list(plan.values())
-
-
-def _check_ablation(ablation: Mapping[str, Any], measures: Sequence[str]) -> None:
-    known = {"statistic", "measures", *(f.name for f in fields(Measure))} - {"name", "rho"}
-    for key in ablation:
-        if key not in known:
-            raise ValueError(f"an ablation has an unknown switch {key!r}; known are {', '.join(sorted(known))}")
-    own = _converted(ablation.get("measures", measures), tuple[str, ...], "ablations")
-    strange = [name for name in own if name not in measures]
-    if strange:
-        raise ValueError(f"an ablation names the measure {strange[0]!r}, which is not among measures")
-    if measures and not any(applies(name, ablation) for name in own):
-        raise ValueError(f"the ablation {ablation} has no meaning for any of {', '.join(measures)}")
+        plan: list[tuple[str, dict[str, Any], list[float]]] = []
+        for ablation in self.ablations:
+            switches = {k: v for k, v in ablation.items() if k != "measures"}
+            count, reason = len(plan), ""
+            for name in self.measures:
+                if name not in ablation.get("measures", self.measures):
+                    continue
+                try:
+                    switched(name, switches)
+                except ValueError as error:
+                    reason = f": {error}"
+                    continue
+                given = self.rho.get(name) if isinstance(self.rho, dict) else self.rho
+                plan.append((name, switches, [] if name in LOCAL else list(checked_radii(measure_of(name), given))))
+            if self.measures and len(plan) == count:
+                raise ValueError(f"the ablation {ablation} has no meaning for any of the measures{reason}")
+        return [job for i, job in enumerate(plan) if job not in plan[:i]]
 
 
 def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
@@ -190,24 +177,17 @@ def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
     statistic = ablation.get("statistic", "worst")
     if statistic not in ("worst", "average") or (name in LOCAL and "statistic" in ablation):
         raise ValueError(f"statistic={statistic!r} has no meaning for {name!r}; it is 'worst' or 'average' over a ball")
-    return measure_of(name, **{k: v for k, v in ablation.items() if k not in ("statistic", "measures")})
+    if {"name", "rho"} & ablation.keys():
+        raise ValueError("a measure's name and radii stand in measures and rho")
+    return measure_of(name, **{k: v for k, v in ablation.items() if k != "statistic"})
 
 
-def applies(name: str, ablation: Mapping[str, Any]) -> bool:
-    """Return whether the fields have a meaning for a measure."""
-    try:
-        switched(name, ablation)
-    except ValueError:
-        return False
-    return True
-
-
-def shard_of(items: Sequence[T], shard: tuple[int, int]) -> Sequence[T]:
-    """Take the i-th of n parts, every n-th item."""
-    i, n = shard
-    if not 1 <= i <= n:
-        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
-    return items[i - 1 :: n]
+def shard_of(items: Sequence[T], shard: str) -> Sequence[T]:
+    """Take the i-th of n parts, every n-th item; ``shard`` is i/n."""
+    i, _, n = shard.partition("/")
+    if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
+        raise ValueError(f"a shard is i/n with 1 ≤ i ≤ n, such as 1/4, but not {shard!r}")
+    return items[int(i) - 1 :: int(n)]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -221,13 +201,13 @@ class _Entry(Struct, forbid_unknown_fields=True):
 
 
 def read_config(path: str | os.PathLike[str]) -> Sweep:
-    """Read a sweep from a YAML or JSON file.
+    """Read a sweep from a JSON file.
 
     Parameters
     ----------
     path
-        File, ``.json`` or else YAML, with the attributes of :class:`Sweep` as entries. ``checkpoints`` is a pattern, or
-        a list of ``{path, model}``; ``data``, ``train`` and ``test`` are a source, or the attributes of
+        File with the attributes of :class:`Sweep` as entries, and those of its search. ``checkpoints`` is a pattern, or
+        a list of patterns and of ``{path, model}``; ``data``, ``train`` and ``test`` are a source, or the attributes of
         :class:`sharpness.data.DataChoice`. Paths are relative to the file.
 
     Returns
@@ -236,8 +216,8 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
 
     Raises
     ------
-    ValueError, OSError, ImportError
-        An entry is invalid, which one sentence names; or PyYAML is missing for a YAML file.
+    ValueError, OSError
+        An entry is invalid, which one sentence names.
 
     Examples
     --------
@@ -254,70 +234,33 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no configuration {str(path)!r}")
-    tree = _parsed(path)
     with naming(str(path)):
-        file: dict[str, Any] = _converted(tree, dict[str, Any])
+        file = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         if "checkpoints" in file:
             file["checkpoints"] = _checkpoints(file["checkpoints"], path.parent)
         for name in ("data", "train", "test"):
             if file.get(name) is not None:
-                file[name] = read_choice(file[name], path.parent, name)
+                file[name] = read_choice(file[name], path.parent)
         if file.get("initial") is not None:
-            file["initial"] = str(path.parent / _converted(file["initial"], str, "initial"))
+            file["initial"] = str(path.parent / file["initial"])
         search = {f.name: file.pop(f.name) for f in fields(Search) if f.name in file}
-        return _converted({**file, "search": {**file.get("search", {}), **search}}, Sweep)
+        return msgspec.convert({**file, "search": {**file.get("search", {}), **search}}, Sweep)
 
 
-def _parsed(path: Path) -> Any:
-    with naming(f"{path} cannot be parsed"):
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return json.loads(text)
-        with require_extra("YAML needs PyYAML (.json does without)", "sweep"):
-            import yaml
-
-        class Loader(yaml.SafeLoader):
-            """YAML 1.2's numbers (1e-3 is one) and no aliases, a few of which can exceed the memory."""
-
-            def compose_node(self, parent: Any, index: Any) -> Any:
-                if self.check_event(yaml.AliasEvent):
-                    event = self.get_event()
-                    raise ValueError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}; write it out")
-                return super().compose_node(parent, index)
-
-        number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-        Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
-        return yaml.load(text, Loader)
-
-
-def _converted(tree: Any, kind: Any, entry: str = "") -> Any:
-    """Convert plain data; raise a ValueError that names the entry, below one of the file."""
-    try:
-        return msgspec.convert(tree, kind)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).replace("Object ", "").replace("field", "entry").partition(" - at `$")
-        entry = (entry + where.strip("`").replace("[...]", "")).removeprefix(".").removeprefix("search.")
-        names = (*Sweep.__struct_fields__, *(f.name for f in fields(Search)))
-        known = f"; known are {', '.join(names)}" if not entry and "unknown entry" in what else ""
-        raise ValueError(f"{f'entry {entry}: ' if entry else ''}{what}{known}") from error
-
-
-def read_choice(entry: Any, base: Path = Path(), name: str = "data") -> DataChoice:
+def read_choice(entry: Any, base: Path = Path()) -> DataChoice:
     """Read a source, or a dict of the attributes of DataChoice, with paths below a folder."""
-    given = {"source": entry} if isinstance(entry, str) else dict(_converted(entry, dict[str, Any], name))
-    # Columns without a header are numbers.
-    given.update({k: str(given[k]) for k in ("text", "pair", "label") if isinstance(given.get(k), int)})
+    given = {"source": entry} if isinstance(entry, str) else dict(entry)
     unknown = given.keys() - DataChoice.__dataclass_fields__.keys()
     if unknown:
-        raise ValueError(f"entry {name}: contains unknown entry `{min(unknown)}`")
-    choice: DataChoice = _converted(given, DataChoice, name)
+        raise ValueError(f"data has no {min(unknown)!r}; its entries are {', '.join(DataChoice.__dataclass_fields__)}")
+    choice = msgspec.convert(given, DataChoice)
     return choice if is_function(choice.source, base) else replace(choice, source=str(base / choice.source))
 
 
 def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
     checkpoints: list[Checkpoint] = []
-    entries = _converted(entries, str | _Entry | list[str | _Entry], "checkpoints")
-    for entry in entries if isinstance(entries, list) else [entries]:
+    entries = msgspec.convert(entries, str | Annotated[list[str | _Entry], Meta(min_length=1)])
+    for entry in [entries] if isinstance(entries, str) else entries:
         entry = _Entry(entry) if isinstance(entry, str) else entry
         paths = sorted(str(base / place) for place in glob.glob(entry.path, root_dir=base))
         if not paths:
@@ -329,8 +272,6 @@ def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise ValueError(f"two checkpoints are called {twice[0]!r}; rename one of their files or folders")
-    if not names:
-        raise ValueError("there are no checkpoints")
     return checkpoints
 
 
@@ -350,11 +291,10 @@ def places(name: str) -> list[Path]:
 def of_data(source: str) -> str:
     """Digest the contents of a source of data; for ``module:function`` the module's code."""
     path = Path(source)
-    if is_function(source):
-        return _of_files([("", code) for code in _code(source)])
-    if path.is_file():
-        return _of_files([(path.suffix, path)])
-    return _of_files((p.relative_to(path).as_posix(), p) for p in sorted(path.rglob("*")) if p.is_file())
+    files = [("", code) for code in _code(source)] if is_function(source) else [(path.suffix, path)]
+    if path.is_dir():
+        files = [(p.relative_to(path).as_posix(), p) for p in sorted(path.rglob("*"))]
+    return _of_files(files)
 
 
 def of_model(model: str, weights: str | None) -> str:
@@ -366,12 +306,11 @@ def of_model(model: str, weights: str | None) -> str:
         files.append(("weights", Path(model)))
     elif ":" in model:
         files += [("code", path) for path in _code(model)]
-    files += [] if weights is None else [("weights", Path(weights))]
-    return _of_files([(name, p) for name, p in files if p.is_file()])
+    return _of_files([*files, *(() if weights is None else [("weights", Path(weights))])])
 
 
 def _code(name: str) -> list[Path]:
-    """Find the file of the module in ``module:function``; None if there is no such module."""
+    """Find the file of the module in ``module:function``; none if there is no such module."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -382,7 +321,7 @@ def _code(name: str) -> list[Path]:
 
 
 def _of_files(files: Iterable[tuple[str, Path]]) -> str:
-    stats = ((name, str(p), p.stat()) for name, p in files)
+    stats = ((name, str(p), p.stat()) for name, p in files if p.is_file())
     return _of_contents(tuple((name, path, s.st_size, s.st_mtime_ns) for name, path, s in stats))
 
 

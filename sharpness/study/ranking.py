@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +25,6 @@ CONTROLS = ("train_loss", "train_error")
 #: With fewer models a rank correlation says next to nothing: for nine models, one in thirteen unrelated quantities has
 #: a τ of at least 0.5 or at most -0.5.
 FEWEST_MODELS = 10
-#: Up to this number of models, the dots are labelled with their names.
-_NAMED = 12
 _PLACE = ["quantity", "rho"]
 _FOUND = ["median", "models", "tau", "low", "high", "p", "partial", "partial_low", "partial_high"]
 _RESAMPLES = 10_000
@@ -57,9 +54,7 @@ class Correlation(NamedTuple):
     p: float
 
 
-def kendall(
-    x: Numbers, y: Numbers, given: Sequence[Numbers] = (), *, level: float = 0.95, seed: int = 0
-) -> Correlation:
+def kendall(x: Numbers, y: Numbers, given: Sequence[Numbers] = (), level: float = 0.95) -> Correlation:
     r"""Compute Kendall's τ-b of two quantities over models, or of their residuals given other quantities z.
 
     .. math:: τ_{xy \cdot z} = τ_{e(x), e(y)}, \qquad e(x) = s(x) - Z (Z^T Z)^{-1} Z^T s(x)
@@ -73,9 +68,7 @@ def kendall(
     given : sequence of sequence of float, (quantities, models)
         The controls z.
     level : float
-        Coverage of the interval.
-    seed : int
-        Seed of the percentile bootstrap over models, of 10,000 resamples.
+        Coverage of the interval, by the percentile bootstrap over models with 10,000 resamples.
 
     Returns
     -------
@@ -122,7 +115,7 @@ def kendall(
         return score / np.where(pairs > 0, pairs, np.nan)
 
     value = float(tau(np.ones((1, len(sx))))[0])
-    drawn = tau(_resampled(len(sx), seed))
+    drawn = tau(_resampled(len(sx)))
     if not math.isfinite(value) or np.isnan(drawn).all():
         return Correlation(value, math.nan, math.nan, math.nan)
     low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
@@ -131,13 +124,13 @@ def kendall(
 
 
 @lru_cache(maxsize=4)
-def _resampled(count: int, seed: int) -> _Array:
+def _resampled(count: int) -> _Array:
     """Return how often each resample has each model: the same for all quantities of a table."""
-    chosen = np.random.default_rng(seed).integers(count, size=(_RESAMPLES, count))
+    chosen = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
     return np.stack([np.bincount(row, minlength=count) for row in chosen]).astype(np.float64)
 
 
-def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = CONTROLS, level: float = 0.95) -> Any:
+def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = CONTROLS) -> Any:
     """Correlate every quantity of a sweep, at every radius, with the target.
 
     Parameters
@@ -148,15 +141,14 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
         See :func:`sharpness.study.targets`.
     given : sequence of str
         What to control for: quantities without a radius; training loss and error where they are known.
-    level : float
-        Coverage of each interval of τ, and probability that all partial intervals hold at once (Bonferroni).
 
     Returns
     -------
     pandas.DataFrame
         With the columns ``quantity``, ``rho``, ``median`` (over models), ``models``, ``tau``, ``low``, ``high``, ``p``,
-        and ``partial``, ``partial_low``, ``partial_high`` (τ given the controls), sorted as in the rows. Quantities of
-        fewer than three models are left out.
+        and ``partial``, ``partial_low``, ``partial_high`` (τ given the controls), sorted as in the rows. Intervals are
+        at 95 %; those of the partial τ hold all at once (Bonferroni). Quantities of fewer than three models are left
+        out.
 
     Raises
     ------
@@ -173,8 +165,6 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
     >>> compare(rows)[["quantity", "rho", "tau"]].values.tolist()
     [['train_error', 0.0, nan], ['adaptive', 0.5, 1.0], ['adaptive', 1.0, 1.0]]
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")
     goal, frame = targets(rows, target), measurements(rows)
     if len(goal) < 3:
         raise ValueError(
@@ -194,12 +184,11 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
     lines = []
     for (quantity, rho), values in columns.items():
         y = [goal[model] for model in values.index]
-        tau = kendall(values, y, level=level)
+        tau = kendall(values, y)
         known = [c[values.index] for c in controls.values() if values.index.isin(c.index).all()]
         partial = Correlation(*[math.nan] * 4)
         if known and quantity not in controls:
-            each = 1 - (1 - level) / len(columns)
-            partial = kendall(values, y, known, level=each)
+            partial = kendall(values, y, known, level=1 - 0.05 / len(columns))
         lines.append((quantity, rho, values.median(), len(values), *tau, *partial[:3]))
     return frame.iloc[:0].from_records(lines, columns=[*_PLACE, *_FOUND])
 
@@ -242,49 +231,13 @@ def plot_sweep(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -
     parts = list(frame.groupby(_PLACE))
     with figure(path, (3.6 * max(len(parts), 1), 3.6), 1, max(len(parts), 1), sharey=True) as (drawn, grid):
         for axes, ((quantity, rho), part) in zip(grid[0], parts, strict=False):
-            points = list(zip(part["value"], part["checkpoint"].map(goal), strict=True))
-            axes.plot(*zip(*points, strict=True), MARKERS.get(quantity, "o"), color=COLOURS.get(quantity, "0.4"))
-            for model, point in zip(part["checkpoint"], points, strict=True) if len(points) <= _NAMED else ():
-                name = Path(str(model)).name
-                axes.annotate(name, point, (4, 3), textcoords="offset points", fontsize="x-small", parse_math=False)
+            colour = COLOURS.get(quantity, "0.4")
+            axes.plot(part["value"], part["checkpoint"].map(goal), MARKERS.get(quantity, "o"), color=colour)
             said = "too few to correlate"
-            if len(points) >= FEWEST_MODELS:
+            if len(part) >= FEWEST_MODELS:
                 said = "τ = {tau:+.2f} [{low:+.2f}, {high:+.2f}]".format(**found.loc[(quantity, rho)])
             axes.set_title(f"{quantity}{f', ρ = {rho:g}' if rho else ''}\n{said}", fontsize="small")
             axes.set_xlabel("sharpness" if rho else "")
             axes.locator_params(nbins=4)
         grid[0, 0].set_ylabel(TARGETS[target])
     return drawn
-
-
-def formatted(table: Any, style: str = "text") -> str:
-    """Write a table of :func:`compare` or :func:`sharpness.study.per_model`, with four digits a number.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        Its index is not written.
-    style : {"text", "markdown", "latex", "csv"}
-        ``"text"`` has aligned columns, for a terminal; ``"latex"`` has the rules of booktabs; ``"csv"`` has all digits.
-
-    Returns
-    -------
-    str
-
-    Examples
-    --------
-    >>> import pandas as pd
-    >>> print(formatted(pd.DataFrame({"model": ["run 7"], "gap": [0.125]}), "markdown"))
-    | model | gap |
-    |---|---|
-    | run 7 | 0.125 |
-    """
-    if style == "csv":
-        return table.to_csv(index=False)
-    if style == "latex":
-        return table.to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format)
-    if style == "text":
-        return table.to_string(index=False, na_rep="", float_format="{:.4g}".format) + "\n"
-    words = table.map(lambda v: v if isinstance(v, str) else "" if math.isnan(v) else f"{v:.4g}")
-    lines = [words.columns, ["---"] * len(words.columns), *words.to_numpy()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace(" --- ", "---")

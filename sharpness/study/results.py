@@ -6,7 +6,6 @@ A row is a dict. Its ``kind`` is ``"fit"`` (losses and errors of a checkpoint on
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -29,8 +28,6 @@ TARGETS = {
     "test-error": "test error",
     "test-loss": "test loss",
 }
-#: Columns of a .csv that hold words; the others hold JSON.
-_TEXT = ("checkpoint", "kind", "measure")
 Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -65,25 +62,14 @@ AnyRow = _Fit | _Baselines | _Sharpness
 _FITS = _Fit.__struct_fields__[1:]
 
 
-class _Record(msgspec.Struct):
-    job: dict[str, Any]
-    versions: dict[str, str]
-    rows: list[AnyRow]
-    failed: list[dict[str, Any]]
-
-
-#: What the file of a job holds: the attributes of _Record, as plain data.
-Record = dict[str, Any]
-
-
-def read_record(path: Path) -> Record | None:
-    """Read the file of a job; return None if it is missing or invalid."""
+def read_job(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a job's file, of which those that failed have an error; none if it is missing or invalid."""
     try:
-        record: Record = json.loads(path.read_text(encoding="utf-8"))
-        msgspec.convert(record, _Record)
-    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
-        return None
-    return record
+        rows = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+        msgspec.convert([row for row in rows if "error" not in row], list[AnyRow])
+    except (OSError, ValueError, RecursionError):
+        return []
+    return rows
 
 
 def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
@@ -97,7 +83,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Parameters
     ----------
     path
-        The folder of the sweep, its ``results.jsonl``, or a ``.csv`` of such rows.
+        The folder of the sweep, or its ``results.jsonl``.
 
     Returns
     -------
@@ -124,19 +110,12 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise FileNotFoundError(f"the sweep in {path} is not complete; run `sharpness sweep` again to resume it")
         path = path / "results.jsonl"
     if not path.is_file():
-        raise FileNotFoundError(f"there are no results at {path}; pass a sweep's folder, its results.jsonl or a .csv")
-    with naming(f"{path} holds no results of a sweep"), path.open(encoding="utf-8-sig", newline="") as file:
-        if path.suffix == ".csv":
-            cells = ({k: v for k, v in line.items() if v not in ("", None)} for line in csv.DictReader(file))
-            rows = [{k: v if k in _TEXT else json.loads(v) for k, v in line.items()} for line in cells]
-            rows = [{"ablation": {}, **row} if row.get("kind") == "sharpness" else row for row in rows]
-        else:
-            text = file.read()
-            if text.startswith("{\n"):
-                raise ValueError(
-                    "it is the result of one run, not of a sweep; sharpness sweep measures many checkpoints"
-                )
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        raise FileNotFoundError(f"there are no results at {path}; pass a sweep's folder, or its results.jsonl")
+    with naming(f"{path} holds no results of a sweep"):
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("{\n"):
+            raise ValueError("it is the result of one run, not of a sweep; sharpness sweep measures many checkpoints")
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         if not rows:
             raise ValueError("there is no row in it")
         _check_rows(rows)
@@ -152,11 +131,11 @@ def _check_rows(rows: Sequence[Row]) -> None:
         except msgspec.ValidationError as error:
             raise ValueError(f"row {number}: {str(error).replace(' - at `$.', ': `')}") from error
         place = json.dumps([row.get(k) for k in ("checkpoint", "kind", "measure", "ablation", "rho")], sort_keys=True)
-        if place in numbers:
+        first = numbers.setdefault(place, number)
+        if first < number:
             raise ValueError(
-                f"rows {numbers[place]} and {number} are of the same checkpoint, measure and radius; keep one of them"
+                f"rows {first} and {number} are of the same checkpoint, measure and radius; keep one of them"
             )
-        numbers[place] = number
 
 
 def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
@@ -186,21 +165,17 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise TypeError("rows must be mappings, as returned by sharpness.study.read_results")
-    what = "loss" if "loss" in target else "error"
-    found = {}
-    for row in rows:
-        test, train = row.get(f"test_{what}"), row.get(f"train_{what}") if "gap" in target else 0.0
-        if row["kind"] == "fit" and test is not None and train is not None:
-            found[row["checkpoint"]] = test - train
+    what, found = "loss" if "loss" in target else "error", {}
+    for fit in (row for row in rows if row["kind"] == "fit"):
+        test, train = fit.get(f"test_{what}"), fit.get(f"train_{what}") if "gap" in target else 0.0
+        if test is not None and train is not None:
+            found[fit["checkpoint"]] = test - train
     return found
 
 
 def label(measure: str, ablation: Mapping[str, Any]) -> str:
     """Return the name of a measure with its changed fields."""
-    switches = (f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())
-    return ", ".join([measure, *switches])
+    return ", ".join([measure, *(f"{k} = {v}" for k, v in ablation.items())])
 
 
 def measurements(rows: Sequence[Row]) -> Any:

@@ -8,17 +8,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data import Batches, check_source, is_function
-from ..distributed import World, counter, everybody, shard_
 from ..errors import called, naming, words_of
 from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
@@ -26,20 +25,11 @@ from ..losses import Objective, count_examples
 from ..measures import LOCAL
 from ..measuring import RadiusError
 from ..models import LoadedModel, load, load_state_dict
-from .plan import Checkpoint, Sweep, of_model, shard_of, switched
-from .results import Record, read_record
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from .plan import Checkpoint, Sweep, shard_of, switched
+from .results import Row, read_job
 
 
-#: Reads the batches for the current model: "data", "train" or "test" of the sweep.
-Read = Callable[[str], Batches]
-
-
-def run_sweep(
-    sweep: Sweep, folder: str | os.PathLike[str], *, shard: tuple[int, int] = (1, 1), progress: bool = True
-) -> list[dict[str, Any]]:
+def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1", progress: bool = True) -> list[Row]:
     """Run the missing jobs of a sweep; jobs with a result from the same contents are not repeated.
 
     Parameters
@@ -48,10 +38,9 @@ def run_sweep(
         The sweep to run.
     folder
         Folder for the results, with one file per job in its folder ``jobs``; see :func:`read_rows`.
-    shard : (int, int)
-        (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes draw
-        checkpoints from a common counter instead, or do each together if the models are sharded. The results do not
-        depend on which process runs which job.
+    shard : str
+        i/n: this process takes the i-th of n parts of the checkpoints. The results do not depend on which process runs
+        which job.
     progress : bool
         Show a progress bar.
 
@@ -77,7 +66,7 @@ def run_sweep(
     ...     data = DataChoice(f"{place}/train.pt")
     ...     sweep = Sweep(checkpoints=(net,), data=data, test=data, measures=("adaptive",))
     ...     failed = run_sweep(sweep, place, progress=False)
-    ...     [(row["checkpoint"], row["kind"], row.get("rho")) for row in read_rows(place)]
+    ...     [(row["checkpoint"], row["kind"], row.get("rho")) for row in read_rows(place, sweep)]
     [('net', 'fit', None), ('net', 'sharpness', 0.5)]
     """
     mine = shard_of(sweep.checkpoints, shard)
@@ -85,112 +74,90 @@ def run_sweep(
         check_source(choice.source)
     place = check_folder(Path(folder) / "jobs")
     with naming(f"the device {sweep.device!r} cannot be used"):
-        torch.zeros((), device=sweep.device)
-    group = everybody() if sweep.sharded else None
-    failed: list[dict[str, Any]] = []
+        torch.zeros((), device=sweep.device).item()
+    failed: list[Row] = []
     with progress_bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
-        for position in range(len(mine)) if sweep.sharded else counter(len(mine)):
-            failed += _run_missing(sweep, mine[position], place, group)
+        for checkpoint in mine:
+            failed += _run_missing(sweep, checkpoint, place)
             shown.update()
     return failed
 
 
-def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path, group: ProcessGroup | None) -> list[dict[str, Any]]:
+def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path) -> list[Row]:
     """Run the jobs of a checkpoint that have no result, and return those that failed."""
-    jobs, failed = _jobs(sweep, checkpoint)
-    loaded: LoadedModel | Exception | None = None
+
+    @functools.cache
+    def loaded() -> LoadedModel:
+        found = load(checkpoint.model, checkpoint.weights)
+        found.model.to(sweep.device).eval()
+        return found
 
     @functools.cache
     def read(name: str) -> Batches:
-        found: Batches = getattr(sweep, name).load(loaded, sweep.device)
+        found: Batches = getattr(sweep, name).load(loaded(), sweep.device)
         return found
 
-    for job in jobs:
-        path = place / f"{job_key(job)}.json"
-        record = read_record(path)
-        if record is None or not record["rows"]:
-            loaded = _loaded(checkpoint, sweep.device, group) if loaded is None else loaded
-            record = {"job": job, "versions": versions(), **_attempt(job, sweep, loaded, read, group)}
-            if World(group).rank == 0:
-                write_json(path, record)
-        failed += _failures(record)
+    failed: list[Row] = []
+    for job in sweep.jobs(checkpoint):
+        rows = _rows_of(job, place)
+        if all("error" in row for row in rows) and "error" not in job:
+            found = _attempt(job, sweep, loaded, read)
+            rows = [{**job, **row, "job": job_key(job), **versions()} for row in found]
+            write_json(place / f"{job_key(job)}.json", rows)
+        failed += [row for row in rows if "error" in row]
     return failed
 
 
-def _loaded(checkpoint: Checkpoint, device: str, group: ProcessGroup | None) -> LoadedModel | Exception:
-    """Load a model, or return the error, so that the sweep continues with the others."""
-    try:
-        loaded = load(checkpoint.model, checkpoint.weights)
-        if group is not None:
-            shard_(loaded.model, torch.device(device))
-        loaded.model.to(device).eval()
-        return loaded
-    except Exception as error:
-        return error
-
-
-def _attempt(
-    job: Mapping[str, Any], sweep: Sweep, loaded: LoadedModel | Exception, read: Read, group: ProcessGroup | None
-) -> dict[str, Any]:
-    """Return the rows of a job, and what failed: all of it, or the radii at which the loss is not finite."""
+def _attempt(job: Row, sweep: Sweep, loaded: Callable[[], LoadedModel], read: Callable[[str], Batches]) -> list[Row]:
+    """Return the rows of a job; what failed, all of it or a radius at which the loss is not finite, has an error."""
     start = time.perf_counter()
-    failed: list[dict[str, Any]] = []
-    about: dict[str, Any] = {}
     try:
-        if isinstance(loaded, Exception):
-            raise loaded
+        model = loaded()
         if job["kind"] == "sharpness":
-            batches = read("data")
-            rows, failed, remarks = _sharpness(job, loaded.model, batches, group)
-            about = {"remarks": [*loaded.remarks, *batches.remarks, *remarks]}
+            rows = _sharpness(job, model, read("data"))
         else:
-            rows = [(_fit if job["kind"] == "fit" else _baselines)(sweep, loaded.model, read)]
+            rows = [(_fit if job["kind"] == "fit" else _baselines)(sweep, model.model, read)]
             wrong = [k for k, v in rows[0].items() if isinstance(v, float) and not math.isfinite(v)]
             if wrong:
                 raise ValueError(f"{wrong[0]} is {rows[0][wrong[0]]}; the model has diverged, or does not fit the data")
-    except Exception as error:
-        return {"rows": [], "failed": [{"error": words_of(error)}]}
-    about["seconds"] = time.perf_counter() - start
-    return {"rows": [{**job, **row, **about} for row in rows], "failed": failed}
+    except Exception as error:  # the sweep continues with the others
+        return [{"error": words_of(error)}]
+    return [{**row, "seconds": time.perf_counter() - start} for row in rows]
 
 
 def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str, Any], **settings: Any) -> Any:
     """Measure a quantity by its name in ``MEASURES`` or ``LOCAL``, with the settings of a sweep."""
-    measure = switched(name, ablation)
+    statistic = ablation.get("statistic", "worst")
     if name in LOCAL:
+        statistic = LOCAL[name][1]
         own = ("micro_batch", "normalize_logits", "group", "progress", "seed")
         settings = {k: v for k, v in settings.items() if k in own}
-        return evaluate(model, batches, measure=measure, statistic=LOCAL[name][1], **settings)
-    return evaluate(model, batches, measure=measure, statistic=ablation.get("statistic", "worst"), **settings)
+    return evaluate(model, batches, measure=switched(name, ablation), statistic=statistic, **settings)
 
 
-def _sharpness(
-    job: Mapping[str, Any], model: nn.Module, data: Batches, group: ProcessGroup | None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], tuple[str, ...]]:
-    """Return a row for each radius, the radii that failed, and remarks."""
-    radii, failed = sorted(job["rho"]), list[dict[str, Any]]()
-    settings = {**job["settings"], "ablation": job["ablation"], "group": group}
+def _sharpness(job: Row, loaded: LoadedModel, data: Batches) -> list[Row]:
+    """Return a row for each radius."""
+    radii, rows = sorted(job["rho"]), list[Row]()
+    settings = {**job["settings"], "ablation": job["ablation"], "keep_directions": False, "progress": False}
     while True:
         try:
-            result = measured(job["measure"], model, data, rho=radii, keep_directions=False, progress=False, **settings)
+            result = measured(job["measure"], loaded.model, data, rho=radii, **settings)
             break
         except RadiusError as error:
             if len(radii) < 2:
                 raise
-            failed.append({"rho": radii.pop(), "error": words_of(error)})
-    rows = []
+            rows.append({"rho": radii.pop(), "error": words_of(error)})
+    remarks = [*loaded.remarks, *data.remarks, *result.remarks]
     for rho in result.rhos:  # 0 for a quantity at the weights
         part, batches = result[rho], result[rho].batches
-        row = {"rho": rho, "sharpness": float(part), "per_batch": [b.value for b in batches], "trace": part.trace}
-        about = {"base_loss": fmean(b.base_loss for b in batches), "error_increase": part.error_increase}
-        counts = {"passes": sum(b.passes for b in batches), "unconverged": sum(b.converged is False for b in batches)}
-        rows.append(
-            {**row, **about, **counts, "min_singular_value": part.min_singular_value, "num_null": part.num_null}
-        )
-    return rows, failed, result.remarks
+        row = {"rho": rho, "sharpness": float(part), "per_batch": [b.value for b in batches]}
+        row |= {k: getattr(part, k) for k in ("trace", "error_increase", "min_singular_value", "num_null")}
+        row |= {"base_loss": fmean(b.base_loss for b in batches), "passes": sum(b.passes for b in batches)}
+        rows.append({**row, "unconverged": sum(b.converged is False for b in batches), "remarks": remarks})
+    return rows
 
 
-def _fit(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
+def _fit(sweep: Sweep, model: nn.Module, read: Callable[[str], Batches]) -> dict[str, Any]:
     """Compute loss and error on training and test data."""
     row: dict[str, Any] = {}
     for part, name in (("train", "data" if sweep.train is None else "train"), ("test", "test")):
@@ -214,7 +181,7 @@ def _loss_and_error(model: nn.Module, batches: Iterable[Any], objective: Objecti
     return {"loss": loss / total, "error": wrong / counted if counted else None}
 
 
-def _baselines(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
+def _baselines(sweep: Sweep, model: nn.Module, read: Callable[[str], Batches]) -> dict[str, Any]:
     """Compute what the function of the sweep returns."""
     start = None if sweep.initial is None else _start(sweep.initial, model)
     found = called(str(sweep.baselines), model, read("data"), start)
@@ -244,15 +211,15 @@ def job_key(job: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
-    """Read the rows of all finished jobs, in the order of checkpoint, kind, measure, ablation and radius.
+def read_rows(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
+    """Read the rows of all finished jobs, in the order of the sweep.
 
     Parameters
     ----------
     folder
         The folder of :func:`run_sweep`.
-    sweep : Sweep, optional
-        Return only rows that belong to it; by default all rows in the folder.
+    sweep : Sweep
+        Whose rows are returned; the folder may have those of others too.
 
     Returns
     -------
@@ -278,21 +245,11 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     ...     data = DataChoice(f"{place}/data.pt")
     ...     sweep = Sweep(checkpoints=(net,), data=data, test=data, measures=())
     ...     failed = run_sweep(sweep, place, progress=False)
-    ...     row = read_rows(place)[0]
+    ...     row = read_rows(place, sweep)[0]
     >>> row["checkpoint"], row["kind"], row["test_error"] == row["train_error"]
     ('net', 'fit', True)
     """
-
-    def order(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        ablation = json.dumps(row.get("ablation", {}), sort_keys=True)
-        return row["checkpoint"], row["kind"], row.get("measure", ""), ablation, row.get("rho", 0.0)
-
-    rows = [
-        {**row, "job": name, **record["versions"]}
-        for name, record in _records(Path(folder) / "jobs", sweep)
-        for row in record["rows"]
-    ]
-    return sorted(rows, key=order)
+    return [row for row in _read(folder, sweep) if "error" not in row]
 
 
 def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
@@ -327,32 +284,17 @@ def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str
     >>> len(failures), failures[0]["checkpoint"], failures[0]["error"]
     (1, 'net', 'the loss of batch 0 is nan; a sharpness needs a finite loss to start from')
     """
-    unread = [failed for c in sweep.checkpoints for failed in _jobs(sweep, c)[1]]
-    return unread + [failed for _, record in _records(Path(folder) / "jobs", sweep) for failed in _failures(record)]
+    return [row for row in _read(folder, sweep) if "error" in row]
 
 
-def _records(place: Path, sweep: Sweep | None) -> Iterator[tuple[str, Record]]:
-    """Read the records of jobs, by their keys."""
+def _read(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
+    """Read the rows of jobs, failed ones too."""
+    place = Path(folder) / "jobs"
     if not place.is_dir():
-        raise FileNotFoundError(f"{place.parent} holds no results of a sweep (a folder 'jobs')")
-    keys: Iterable[str] = sorted(path.stem for path in place.glob("*.json"))
-    if sweep is not None:
-        keys = [job_key(job) for c in sweep.checkpoints for job in _jobs(sweep, c)[0]]
-    for key in keys:
-        record = read_record(place / f"{key}.json")
-        if record is not None:
-            yield key, record
+        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'jobs')")
+    return [row for checkpoint in sweep.checkpoints for job in sweep.jobs(checkpoint) for row in _rows_of(job, place)]
 
 
-def _jobs(sweep: Sweep, checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the jobs of a checkpoint and what failed: if its own files cannot be read, it has no jobs."""
-    try:
-        of_model(checkpoint.model, checkpoint.weights)
-    except OSError as error:
-        return [], [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
-    return list(sweep.jobs(checkpoint)), []
-
-
-def _failures(record: Record) -> list[dict[str, Any]]:
-    """List the failed parts of a job: all of it, or some radii."""
-    return [{**record["job"], **failed} for failed in record["failed"]]
+def _rows_of(job: dict[str, Any], place: Path) -> list[dict[str, Any]]:
+    """Read what is known of a job: itself where its model cannot be read."""
+    return [job] if "error" in job else read_job(place / f"{job_key(job)}.json")

@@ -19,7 +19,7 @@ def trained():
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     batch = networks.images()
-    model = networks.train(networks.vit(), batch)
+    model = networks.trained_vit()
     twin = copy.deepcopy(model)
     apply_random_symmetry_(twin, 30.0, seed=1)
     return model, twin, batch

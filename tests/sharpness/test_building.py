@@ -14,11 +14,11 @@ from quotient_manifolds.symmetries import (
     SymmetricPair,
     apply_random_symmetry_,
     find_symmetric_pairs,
+    pair,
     registry,
 )
 from quotient_manifolds.symmetries.blocks import Block, block
 from quotient_manifolds.symmetries.modules import Wide
-from quotient_manifolds.symmetries.roles import proposals
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
 from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
@@ -203,7 +203,7 @@ def test_bad_models_are_named():
     frozen = copy.deepcopy(model).requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameter"):
         sharpness.evaluate(frozen, [batch], rho=0.1)
-    with pytest.raises(ValueError, match="lie on the meta device"):
+    with pytest.raises(ValueError, match="parameters lie on meta; load the whole model on one device"):
         sharpness.evaluate(copy.deepcopy(model).to("meta"), [batch], rho=0.1)
     with torch.no_grad():
         model.classifier.bias[0] = float("nan")
@@ -440,15 +440,25 @@ def test_no_move_of_a_wired_network_changes_the_measure(family, name):
         assert two == pytest.approx(one, rel=1e-8)
 
 
+def scales_of_mixer(m, name):
+    """One number a channel, its row of the projection against its kernel; one a state, rows of the input and output."""
+    channels, rank, states = m.conv1d.out_channels, m.time_step_rank, m.ssm_state_size
+    scaled = block(m.in_proj, "weight", slice(0, channels), transpose=True)
+    B, C = (block(m.x_proj, "weight", slice(i, i + states), transpose=True) for i in (rank, rank + states))
+    kernels = block(m.conv1d, "weight", transpose=True)
+    return [
+        pair([scaled], [kernels], GL(channels, diagonal=True), name=f"{name} channels", kind="conv"),
+        pair([B], [C], GL(states, diagonal=True), name=f"{name} states", kind="state"),
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:no adapter describes")
 def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
     """A depthwise convolution's bias had the length of a kernel that is scaled against the projection before it."""
     from transformers import MambaConfig, MambaModel
 
     mixer = "transformers.models.mamba.modeling_mamba.MambaMixer"
-    monkeypatch.setitem(
-        registry._HANDLERS, mixer, lambda m, name: [p for first, *_ in proposals(m, name) for p in first]
-    )
+    monkeypatch.setitem(registry._HANDLERS, mixer, scales_of_mixer)
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 20, "time_step_rank": 3}
     model = networks.shake(MambaModel(MambaConfig(**sizes)).double(), 0.2)
     assert {p.kind for p in find_symmetric_pairs(model)} == {"conv", "state"}

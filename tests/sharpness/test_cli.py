@@ -76,15 +76,14 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
         cli.main(["run", "--help"])
     assert caught.value.code == 0
     assert "torchrun" in capsys.readouterr().out
-    assert cli.main(arguments) == 2
-    assert "has no radius; leave --rho out" in capsys.readouterr().err
     own = [a if a != str(out) else str(tmp_path / "data.safetensors") for a in arguments[:-1]]
     assert cli.main(own) == 2
     assert "would replace" in capsys.readouterr().err
-    assert cli.main([*arguments[:-1]]) == 0
+    assert cli.main(arguments) == 0
     assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
     written = json.loads(out.read_text())
-    found = written["results"][0]
+    found, local = written["results"]
+    assert (found["rhos"], local["rhos"]) == ([0.1], [0.0])  # a gradient norm has no radius
     assert found["quantity"] == "adaptive"
     batches = [(x[:4], y[:4]), (x[4:8], y[4:8])]
     result = evaluate(model, batches, measure="adaptive", rho=0.1)
@@ -94,10 +93,10 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert written["versions"]["torch"] == torch.__version__.partition("+")[0]
     digests = written["model"]["digest"], written["data"]["digest"]
     torch.save({k: v + 1 for k, v in model.state_dict().items()}, tmp_path / "weights.pt")
-    assert cli.main([*arguments[:-1], "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["model"]["digest"], printed["data"]["digest"]) != digests
-    assert printed["data"]["digest"] == digests[1]
+    assert cli.main([*arguments[:-1]]) == 0
+    written = json.loads(out.read_text())
+    assert (written["model"]["digest"], written["data"]["digest"]) != digests
+    assert written["data"]["digest"] == digests[1]
 
 
 def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
@@ -105,7 +104,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
 
     def refuse(*_):
-        raise AssertionError("hashed for nothing: neither --out nor --json is given")
+        raise AssertionError("hashed for nothing: --out is not given")
 
     monkeypatch.setattr("sharpness.cli.one_model.of_model", refuse)
     arguments = [
@@ -119,11 +118,16 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
         "--quiet",
     ]
     assert cli.main([*arguments, "--batches", "1"]) == 0
-    assert "one batch: no spread" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[1].split()[-3:-1] == ["error", "rate"]
     assert cli.main(arguments) == 0
     values = [b.value for b in evaluate(spread.model(), spread.batches(), measure="adaptive", rho=0.1).batches]
     expected = (sum((v - sum(values) / 3) ** 2 for v in values) / 2 / 3) ** 0.5
-    assert f"standard error over the 3 batches: {expected:.2g} at rho = 0.1" in capsys.readouterr().out
+    assert f" {expected:.5f} " in capsys.readouterr().out
+    assert cli.main([*arguments[:3], "--measure", "gradient-norm", "--quiet"]) == 0
+    found = evaluate(spread.model(), spread.batches(), statistic="gradient norm")
+    values = [b.value for b in found.batches]
+    expected = (sum((v - sum(values) / 3) ** 2 for v in values) / 2 / 3) ** 0.5
+    assert f": {float(found):.6g} ± {expected:.2g}, 3 batches" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -169,7 +173,7 @@ def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         cli.main(["symmetries", "tests.spread:model", "tests.spread:batches"])
     said = capsys.readouterr().err
-    assert "tests.spread:batches; data is given by --data; see sharpness symmetries --help" in said
+    assert "unrecognized arguments: tests.spread:batches; see sharpness --help" in said
 
     def unknown(*_, **__):
         raise UnknownAttentionError("encoder", nn.Linear, "softmax")
@@ -191,8 +195,8 @@ def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
     assert len(json.loads(out.read_text())["results"]) == 2
     # What is wrong is known before any measure takes its time.
     out.unlink()
-    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm", "--rho", "0.1"]) == 2
-    assert "has no radius; leave --rho out" in capsys.readouterr().err
+    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "adaptive", "--rho", "-1"]) == 2
+    assert "rho must be one or several positive numbers" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert cli.main([*arguments, str(tmp_path / "file")]) == 2
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -226,7 +230,8 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--verify"]) == 0
     printed = capsys.readouterr().out
     assert ["all", "417"] in [line.split() for line in printed.splitlines()]
-    assert "rotation" in printed.partition("gradient")[2]
+    assert "10 kinds certified" in printed
+    assert "10 kinds moved" in printed
     assert cli.main(["symmetries", str(tmp_path / "vit"), "--verify"]) == 0
     printed = capsys.readouterr().out
     assert {line.split()[1] for line in printed.splitlines()[:4]} == {"qk", "vo"}

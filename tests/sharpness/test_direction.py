@@ -85,7 +85,7 @@ def test_a_direction_of_a_model_with_adapters_moves_a_copy():
 
 @pytest.fixture
 def measured():
-    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    model, batch = networks.trained_vit(), networks.images()
     result = sharpness.evaluate(model, [batch], rho=0.3, progress=False)
     return model, batch, result
 

@@ -15,7 +15,7 @@ from sharpness.data import DataChoice
 from sharpness.models import image_transform, load, load_state_dict
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
-from tests.small_clip import name_small_models
+from tests.small_clip import fine_tuned, name_small_models
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -62,8 +62,8 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
         ([vit, "--checkpoint", "broken.safetensors"], "not a readable safetensors file"),
         ([vit, "--checkpoint", "absent.pt"], "there is no checkpoint file absent.pt"),
         (["empty"], "has no config.json"),
-        (["bad"], "is not a configuration"),
-        (["odd"], "'NoSuchModel', which transformers does not have"),
+        (["bad"], "bad cannot be loaded: It looks like the config file"),
+        (["odd"], "odd cannot be loaded: AttributeError: module transformers has no attribute NoSuchModel"),
         (["nonsense"], "not the name of an open_clip or timm model"),
     ]:
         assert cli.main(["symmetries", *arguments]) == 2
@@ -86,10 +86,9 @@ def test_names_with_a_tag_and_heads_of_two(tmp_path):
 
 
 def test_a_path_that_is_not_there_is_called_so():
-    with pytest.raises(FileNotFoundError, match=r"there is no folder './brt'"):
-        load("./brt")
-    with pytest.raises(ValueError, match=r"there is no folder of this name"):
-        load("brt")
+    for name in ("./brt", "brt"):
+        with pytest.raises(ValueError, match=f"there is no folder '{name}'"):
+            load(name)
 
 
 def test_a_function_that_fails_says_how(tmp_path, monkeypatch):
@@ -113,6 +112,11 @@ def test_a_transformers_folder(name, tmp_path, capsys):
     loaded = load(str(tmp_path))
     assert type(loaded.model) is type(model)
     assert not loaded.model.training
+    if name == "whisper":
+        assert loaded.example is None
+        assert cli.main(["symmetries", str(tmp_path), "--verify"]) == 2
+        assert "which are known for images and texts only; give --data" in capsys.readouterr().err
+        return
     loaded.model(**loaded.example)
     assert cli.main(["symmetries", str(tmp_path), "--verify"]) == 0
     printed = capsys.readouterr().out
@@ -208,17 +212,16 @@ def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, c
     sound, weights = (bert / "config.json").read_text(), load_file(bert / "model.safetensors")
     assert load(str(bert)).model.config.num_hidden_layers == 2
     for entries, words in (
-        ({"num_hidden_layers": 1}, "they have besides bert.encoder.layer.1.attention.output.LayerNorm.bias"),
-        ({"num_hidden_layers": 3}, "they lack bert.encoder.layer.2.attention.output.LayerNorm.bias"),
+        ({"num_hidden_layers": 1}, "unexpected are 16, such as bert.encoder.layer.1.attention.output.LayerNorm.bias"),
+        ({"num_hidden_layers": 3}, "missing are 16, such as bert.encoder.layer.2.attention.output.LayerNorm.bias"),
         (
             {"architectures": ["BertForTokenClassification"], "num_labels": 7},
-            "they have another shape of classifier.bias",
+            "mismatched are 2, such as classifier.bias",
         ),
-        ({"architectures": ["BertForMaskedLM"]}, "they lack cls.predictions"),
-        ({"hidden_size": 32}, "they have another shape of bert.embeddings"),
-        ({"hidden_size": "x"}, "cannot be loaded as BertForSequenceClassification"),
-        ({"num_hidden_layers": 10**12}, "asks for num_hidden_layers = 1000000000000, which is too large to build"),
-        ({"architectures": [3]}, "names the architecture 3, which transformers does not have"),
+        ({"architectures": ["BertForMaskedLM"]}, "missing are .*, such as cls.predictions"),
+        ({"hidden_size": 32}, "mismatched are .*, such as bert.embeddings"),
+        ({"hidden_size": "x"}, "bert cannot be loaded: "),
+        ({"architectures": [3]}, "bert cannot be loaded: TypeError"),
     ):
         changed(bert, **entries)
         with pytest.raises(ValueError, match=words):
@@ -228,24 +231,21 @@ def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, c
         (bert / "config.json").write_text(sound)
     half = {k: v for i, (k, v) in enumerate(weights.items()) if i % 2}
     save_file(half, bert / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"they lack .* and .* more"):
+    with pytest.raises(ValueError, match=r"missing are 21, such as bert"):
         load(str(bert))
     headless = {k: v for k, v in weights.items() if not k.startswith("classifier")}
     save_file(headless, bert / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"they lack classifier.bias, classifier.weight; a model with random"):
+    with pytest.raises(ValueError, match=r"missing are 2, such as classifier.bias; use"):
         load(str(bert))
 
 
 def test_an_adapter_beside_the_weights_is_refused(bert, capsys):
     """transformers attached it and froze the rest: 2 of 31 tensors were measured, and nothing said so."""
     (bert / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"bert holds a PEFT adapter beside the weights of a model; .*merge_and_unload"
-    ):
-        load(str(bert))
-    (bert / "config.json").unlink()
-    with pytest.raises(ValueError, match="bert holds a PEFT adapter without the model that it adapts"):
-        load(str(bert))
+    for name in ("config.json", "absent"):  # and without the model that it adapts
+        with pytest.raises(ValueError, match=r"bert holds a PEFT adapter; .*merge_and_unload"):
+            load(str(bert))
+        (bert / name).unlink(missing_ok=True)
 
 
 def test_files_beside_the_weights_that_cannot_be_read(bert):
@@ -259,41 +259,24 @@ def test_files_beside_the_weights_that_cannot_be_read(bert):
         load(str(bert)).transform(picture((4, 4)))
 
 
-@pytest.fixture
-def soup(tmp_path, monkeypatch):
-    """A checkpoint as those of the public "model soups": half precision, left-overs of the text tower, a head."""
-    open_clip = pytest.importorskip("open_clip")
-    name_small_models(tmp_path / "configs", monkeypatch)
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
-    clip = open_clip.create_model("small-quickgelu", pretrained=None)
-    head = torch.nn.Linear(24, 10)
-    state = {"module.model." + k: v.half() for k, v in clip.state_dict().items() if not k.startswith("transformer.")}
-    state |= {"module.classification_head." + k: v.half() for k, v in head.state_dict().items()}
-    torch.save(state, tmp_path / "model_0.pt")
-    return tmp_path / "model_0.pt", clip.eval(), head
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_a_soups_checkpoint(soup):
-    path, clip, head = soup
-    loaded = load("small-quickgelu", str(path))
+def test_a_soups_checkpoint(tmp_path, monkeypatch):
+    """A checkpoint as those of the public "model soups", in half precision, is read by a function of one's own."""
+    pytest.importorskip("open_clip")
+    name_small_models(tmp_path / "configs", monkeypatch)
+    expected, path = fine_tuned().eval(), tmp_path / "model_0.pt"
+    state = {"module." + k: v.half() for k, v in networks.shake(expected).state_dict().items()}
+    torch.save(state, path)
+    loaded = load("tests.small_clip:fine_tuned", str(path))
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        f = clip.encode_image(x)
-        expected = head(f / f.norm(dim=-1, keepdim=True))
-        assert torch.allclose(loaded.model(x), expected, atol=1e-2)
+        assert torch.allclose(loaded.model(x), expected(x), atol=1e-2)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
     white = (1 - torch.tensor([0.48145466, 0.4578275, 0.40821073])) / torch.tensor([0.26862954, 0.26130258, 0.27577711])
     assert torch.allclose(loaded.transform(Image.new("RGB", (40, 50), "white")), white[:, None, None].expand(3, 32, 32))
-    with pytest.raises(ValueError, match="uses QuickGELU: name the model small-quickgelu"):
-        load("small", str(path))
-    torch.save({"model.visual.proj": torch.zeros(3, 3), "classification_head.weight": head.weight}, path)
-    with pytest.raises(ValueError, match="are not those of"):
-        load("small-quickgelu", str(path))
-    torch.save({"classification_head.weight": head.weight[0]}, path)
-    with pytest.raises(ValueError, match=r"has no matrix classification_head.weight \(classes × features\)"):
-        load("small-quickgelu", str(path))
+    torch.save({**state, "module.model.visual.proj": torch.zeros(3, 3)}, path)
+    with pytest.raises(ValueError, match="are not those of FineTuned"):
+        load("tests.small_clip:fine_tuned", str(path))
 
 
 @pytest.mark.filterwarnings("ignore")

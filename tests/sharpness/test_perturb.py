@@ -86,7 +86,7 @@ def test_buffers_that_the_forward_pass_changes_are_restored():
 def test_mixed_and_half_precision_weights():
     torch.set_default_dtype(torch.float32)
     batch = networks.images()
-    model = networks.train(networks.vit(), batch)
+    model = networks.trained_vit()
     expected = float(sharpness.evaluate(model, [batch], rho=0.1))
     half = copy.deepcopy(model).bfloat16()
     before = snapshot(half)
@@ -99,7 +99,7 @@ def test_inside_autocast():
     """Autocast keeps casts of weights; they must not survive a move of the weights."""
     torch.set_default_dtype(torch.float32)
     batch = networks.images()
-    model = networks.train(networks.vit(), batch)
+    model = networks.trained_vit()
     expected = float(sharpness.evaluate(model, [batch], rho=0.3))
     cached = torch.is_autocast_cache_enabled()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,5 +1,4 @@
 import math
-import subprocess
 import sys
 
 import matplotlib
@@ -11,17 +10,22 @@ import sharpness
 from quotient_manifolds.symmetries import ModelDistance, PairDistance, find_symmetric_pairs, spectra
 from sharpness import LayerShare, LayerShares, Profile, plots
 from tests import networks
+from tests.processes import together
 
 
-def test_a_users_settings_and_backend_stay():
-    code = (
-        "import matplotlib, sys; matplotlib.use('svg'); size = matplotlib.rcParams['font.size']\n"
-        "from sharpness import Profile, plots\n"
-        "plots.plot_profile(Profile('adaptive', (0.0, 1.0), {'first-order': (1.0, 2.0)}, 1.0))\n"
-        "assert matplotlib.get_backend() == 'svg' and matplotlib.rcParams['font.size'] == size\n"
-        "assert 'matplotlib.pyplot' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+def drawn_with_own_settings():
+    assert "matplotlib.pyplot" not in sys.modules
+    matplotlib.use("svg")
+    size = matplotlib.rcParams["font.size"]
+    plots.plot_profile(Profile("adaptive", (0.0, 1.0), {"first-order": (1.0, 2.0)}, 1.0))
+    assert matplotlib.get_backend() == "svg"
+    assert matplotlib.rcParams["font.size"] == size
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_a_users_settings_and_backend_stay(tmp_path):
+    done = together(1, drawn_with_own_settings, folder=tmp_path)
+    assert done.codes == [0], done.output
 
 
 def test_colours_differ_for_colour_blind_readers():

@@ -11,7 +11,6 @@ from quotient_manifolds.symmetries import GL, PairStack, apply_random_symmetry_,
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 from sharpness import LayerShare, LayerShares
-from sharpness.distributed import World
 from sharpness.shares import PARTS, Places, _layer
 from tests import networks
 from tests.whole_networks import build, inputs, loss
@@ -58,7 +57,7 @@ def by_hand(model, result, metric):
 
 @pytest.mark.parametrize("metric", ["inv", "mix"])
 def test_shares_against_the_metric_pair_by_pair(metric):
-    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    model, batch = networks.trained_vit(), networks.images()
     result = sharpness.evaluate(model, [batch], measure=f"geodesic-{metric}", rho=0.05, progress=False)
     found = result.by_layer()
     pairs, rest = by_hand(model, result, metric)
@@ -199,7 +198,7 @@ def test_every_entry_belongs_to_one_part():
     found = dict.fromkeys(PARTS, 0)
     pairs = find_symmetric_pairs(model, include_frozen=True)
     places = Places(model, dict(model.named_parameters()), pairs)
-    for (_, part, _), square in places.squares(space.each(torch.ones(space.dim)), World()).items():
+    for (_, part, _), square in places.squares(space.each(torch.ones(space.dim))).items():
         found[part] += square
     assert {part: square for part, square in found.items() if square} == {
         "Q–K": 2 * 2 * (64 + 8),
@@ -215,7 +214,7 @@ def test_every_entry_belongs_to_one_part():
 def test_shares_add_up(measure):
     model = build("bert")
     result = sharpness.evaluate(model, inputs("bert"), loss, measure=measure, steps=3, progress=False)
-    shares = result.by_part()
+    shares = result.by_layer().by_part()
     assert sum(shares.values()) == pytest.approx(1)
     assert {"Q–K", "V–O", "MLP", "embeddings"} <= set(shares)
     assert f"MLP {shares['MLP']:.0%}" in str(result)
@@ -229,5 +228,5 @@ def test_shares_of_the_complete_measure_do_not_move():
             apply_random_moves_(model)
             apply_random_symmetry_(model)
         options = {"measure": "complete-inv", "steps": 3, "progress": False}
-        shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_part())
+        shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_layer().by_part())
     assert shares[0] == pytest.approx(shares[1], rel=1e-6)

@@ -267,12 +267,12 @@ def test_refresh_does_not_change_the_result():
     assert torch.allclose(ends[0], ends[2], atol=1e-9)
 
 
-# -- the three manners, and what trainers do -----------------------------------------------------------------------
+# -- both manners, and what trainers do -----------------------------------------------------------------------
 
 
-def test_the_three_manners_agree():
+def test_both_manners_agree():
     ends = []
-    for manner in ("closure", "with", "steps"):
+    for manner in ("closure", "with"):
         model, batch = small(), batch_of(Encoder)
         sam = GeodesicSAM(model, torch.optim.AdamW(model.parameters(), 1e-2), rho=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(sam, 0.9)
@@ -280,23 +280,17 @@ def test_the_three_manners_agree():
             closure = closure_of(sam, model, batch)
             if manner == "closure":
                 sam.step(closure)
-            elif manner == "with":
-                closure()
-                with sam.perturbed(zero_grad=True):
-                    closure()
-                sam.step()
             else:
                 closure()
-                sam.first_step(zero_grad=True)
-                closure()
-                sam.second_step(zero_grad=True)
-                assert all(p.grad is None for p in model.parameters())
+                with sam.perturbed(zero_grad=True):
+                    assert all(p.grad is None for p in model.parameters())
+                    closure()
+                sam.step()
             schedule.step()
         assert sam.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**4)
         assert sam.base_optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**4)
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(ends[0], ends[1])
-    assert torch.equal(ends[0], ends[2])
 
 
 def test_accumulated_gradients():
@@ -376,33 +370,15 @@ def test_exceptions_leave_the_weights(measure):
     with pytest.raises(Stop):
         fail_inside()
     assert same(model, before)
-    with pytest.raises(ValueError, match="needs a closure, or a first_step"):
+    with pytest.raises(ValueError, match="needs a closure, or a pass within"):  # the gradients are those at the weights
         sam.step()
     with sam.perturbed():
         torch.no_grad()(model)(batch)  # to log the perturbed loss, say
         assert not same(model, before)
-    sam.first_step()
-    torch.no_grad()(model.train())(batch)  # nor does it in training mode outside of the block
-    assert not same(model, before)
-    sam.restore()
-    model.eval()
-    for bring_back in (model.state_dict, lambda: torch.no_grad()(model)(batch)):
-        sam.first_step()
-        assert not same(model, before)
-        bring_back()
-        assert same(model, before)
-        with pytest.raises(ValueError, match="which no state_dict"):  # the gradients may be those at the weights
-            sam.second_step()
-    sam.first_step()
-    sam.first_step()  # the gradient is that at the weights; a second call does not start from perturbed ones
-    sam.restore()
+        perturbed = snapshot(model)
+    with sam.perturbed():  # the gradient is that at the weights; nor does a second block start from perturbed ones
+        assert same(model, perturbed)
     assert same(model, before)
-    sam.first_step()
-    model.load_state_dict({name: v + 1 for name, v in before.items()})
-    model.state_dict()
-    assert same(model, {name: v + 1 for name, v in before.items()})
-    model.load_state_dict(before)
-    sam.first_step()
     seen = []
     with pytest.raises(Stop):
         sam.step(lambda: seen.append(same(model, before)) or (_ for _ in ()).throw(Stop))
@@ -419,16 +395,13 @@ def test_a_measurement_of_perturbed_weights_does_not_lose_the_others():
         lambda: sharpness.evaluate(model, [(batch, LABELS)], measure="adaptive", rho=0.1, steps=1),
         lambda: sharpness.gradient_norm(model, [(batch, LABELS)], measure="euclidean"),
     ):
-        sam.first_step()
-        assert not same(model, before)
-        measured()
-        sam.restore()
+        with sam.perturbed():
+            perturbed = snapshot(model)
+            measured()
+            assert same(model, perturbed)
         assert same(model, before)
-    sam.first_step()
-    step = max(float((p.detach() - before[n]).abs().max()) for n, p in model.named_parameters())
-    sam.restore()
+    step = max(float((perturbed[n] - v).abs().max()) for n, v in before.items())
     assert 0 < step < 0.1
-    assert same(model, before)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
@@ -476,8 +449,8 @@ def test_a_grad_scaler_unscales_and_skips():
     assert torch.allclose(*ends, atol=1e-5)
     before = snapshot(model)
     pass_through()
-    sam.first_step()
-    pass_through()
+    with sam.perturbed():
+        pass_through()
     next(model.parameters()).grad.fill_(float("inf"))
     scaler.step(sam)
     scaler.update()
@@ -490,8 +463,8 @@ def test_models_can_be_pickled_and_outlive_the_optimiser():
     sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1)
     loss_of(model, batch).backward()
     before = snapshot(model)
-    sam.first_step()
-    sam.restore()
+    with sam.perturbed():
+        pass
     clone = pickle.loads(pickle.dumps(model))
     assert same(clone, before)
     del sam
@@ -525,8 +498,9 @@ def test_a_scaler_reaches_groups_added_later():
     for _ in range(2):
         sam.zero_grad()
         scaler.scale(loss_of(model, batch) + extra.sum()).backward()
-        if not sam._pending:
-            sam.first_step()
+        if sam._count == 0:
+            with sam.perturbed():
+                pass
     scaler.step(sam)
     assert torch.allclose(extra.detach(), torch.full((3,), 0.9))
 
@@ -591,14 +565,12 @@ def test_certification_outlives_a_gradient_that_overflowed_and_a_copy():
     loss_of(model, batch).backward()
     for p in model.parameters():
         p.grad.fill_(torch.inf)
-    sam.first_step()
-    assert sam.certification.open
-    sam.restore()
+    with sam.perturbed():
+        assert sam.certification.open
     model.zero_grad()
     loss_of(model, batch).backward()
-    sam.first_step()
-    assert not sam.certification.open
-    sam.restore()
+    with sam.perturbed():
+        assert not sam.certification.open
     twin = copy.deepcopy(sam)
     assert twin.base_optimizer.certify is False
 
@@ -611,11 +583,10 @@ def test_only_what_the_base_optimiser_trains_is_perturbed():
     before = snapshot(model)
     sam = GeodesicSAM(model, torch.optim.SGD(trained, 0.1), rho=0.1, measure="euclidean")
     loss_of(model, batch).backward()
-    sam.first_step()
-    moved = {n: (p.detach() - before[n]) for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    with sam.perturbed():
+        moved = {n: (p.detach() - before[n]) for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert all("linear" in name for name in moved)
     assert abs(torch.cat([u.flatten() for u in moved.values()]).norm() - 0.1) < 1e-9
-    sam.restore()
     with pytest.raises(ValueError, match="trains no parameter of this"):
         GeodesicSAM(model, torch.optim.SGD(small().parameters(), 0.1), rho=0.1)
 

@@ -33,7 +33,7 @@ def test_frozen_pairs_and_partly_covered_parameters_count_elementwise():
 @pytest.mark.parametrize("measure", GEODESIC)
 def test_dead_units_of_a_head_count_as_absent(measure):
     batch = networks.images()
-    model = networks.train(networks.vit(), batch)
+    model = networks.trained_vit()
     with torch.no_grad():
         keys = networks.projections(networks.vit_layers(model)[0].attention)[1]
         keys.weight[3] = 0

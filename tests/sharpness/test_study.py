@@ -13,53 +13,52 @@ from sharpness.study.plan import of_model
 from tests import networks
 from tests.sweeps import MODULE, rows_of
 
+BASE = {"checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}], "data": "train.pt"}
+
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("entries", "words"),
     [
-        ("x0: &a [1]\ny: *a\ndata: train.pt", r"has the alias \*a; write it out"),
-        ("normalize_logits: 'false'", "entry normalize_logits: Expected `bool`, got `str`"),
-        ("seed: abc", "entry seed: Expected `int.*`, got `str`"),
-        ("steps: true", "entry steps: Expected `int.*`, got `bool`"),
-        ("steps: 0", "steps must be .* at least 1"),
-        ("relative_tol: x", "entry relative_tol: Expected `float.*`, got `str`"),
-        ("rho: [-1]", "rho must be one or several positive numbers"),
-        ("rho: []", r"rho must be one or several positive numbers, got \(\)"),
-        ("rho: {adaptive: []}", r"rho must be one or several positive numbers, got \(\)"),
-        ("restarts: 1\nablations: [{}, {statistic: average}]", "restarts belong to searches"),
-        ("data: {source: train.pt, batch_size: []}", "entry data.batch_size: Expected `int.*`, got `array`"),
-        ("[" * 3000, "cannot be parsed"),
+        ({"normalize_logits": "false"}, "Expected `bool`, got `str` - at `$.normalize_logits`"),
+        ({"seed": "abc"}, "Expected `int.*`, got `str` - at `$.search.seed`"),
+        ({"steps": True}, "Expected `int.*`, got `bool` - at `$.search.steps`"),
+        ({"steps": 0}, "steps must be .* at least 1"),
+        ({"relative_tol": "x"}, "Expected `float.*`, got `str` - at `$.search.relative_tol`"),
+        ({"rho": [-1]}, "rho must be one or several positive numbers"),
+        ({"rho": []}, r"rho must be one or several positive numbers, got \(\)"),
+        ({"rho": {"adaptive": []}}, r"rho must be one or several positive numbers, got \(\)"),
+        ({"data": {"source": "train.pt", "batch_size": []}}, "Expected `int.*`, got `array` - at `$.batch_size`"),
+        ({"checkpoints": 3}, "Expected `str | array`, got `int`"),
+        ({"checkpoints": []}, "Expected `array` of length >= 1"),
     ],
 )
-def test_values_of_the_wrong_kind(place, text, words):
-    base = 'checkpoints: {path: "collection/*.pt", model: "sweepmodel:model"}\n'
-    base += "" if "data" in text else "data: train.pt\n"
-    Path("wrong.yaml").write_text(base + text)
-    with pytest.raises(ValueError, match=words):
-        read_config("wrong.yaml")
+def test_values_of_the_wrong_kind(place, entries, words):
+    Path("wrong.json").write_text(json.dumps(BASE | entries))
+    with pytest.raises(ValueError, match=words.replace("$.", r"\$.").replace("| ", r"\| ")):
+        read_config("wrong.json")
 
 
-def test_a_number_in_yaml_is_one(place):
-    base = 'checkpoints: {path: "collection/*.pt", model: "sweepmodel:model"}\ndata: train.pt\n'
-    Path("good.yaml").write_text(base + "relative_tol: 1e-3\nrho: 1e-2")
-    sweep = read_config("good.yaml")
-    assert sweep.settings["relative_tol"] == 1e-3
-    assert {tuple(rho) for _, _, rho in sweep.measured()} == {(1e-2,)}
-    Path("good.yaml").write_text(base + "measures: [euclidean]\nrho: {euclidean: 0.1, adaptive: []}")
-    assert read_config("good.yaml").measured() == [("euclidean", {}, [0.1])]  # not what is not measured
+def test_what_is_not_measured_needs_no_radius(place):
+    Path("good.json").write_text(
+        json.dumps(BASE | {"measures": ["euclidean"], "rho": {"euclidean": 0.1, "adaptive": []}})
+    )
+    assert read_config("good.json").measured() == [("euclidean", {}, [0.1])]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": None}, r"missing required entry `data`"),
-        ({"measure": ["adaptive"]}, "unknown entry `measure`; known are"),
+        ({"data": None}, r"missing required field `data`"),
+        ({"measure": ["adaptive"]}, "unknown field `measure`"),
         ({"measures": ["flat"]}, "unknown measure 'flat'"),
         ({"checkpoints": "nowhere/*"}, r"no checkpoint matches 'nowhere/\*'"),
-        ({"data": {"source": "train.pt", "colour": 1}}, "entry data: contains unknown entry `colour`"),
-        ({"checkpoints": [{"model": "x"}]}, r"entry checkpoints\[0\]: missing required entry `path`"),
-        ({"ablations": [{"speed": 3}]}, "unknown switch"),
-        ({"ablations": [{"geodesic": "rk4"}]}, "has no meaning for any of adaptive, euclidean"),
+        ({"data": {"source": "train.pt", "colour": 1}}, "data has no 'colour'; its entries are source, batch_size"),
+        ({"checkpoints": [{"model": "x"}]}, r"missing required field `path` - at `\$\[0\]`"),
+        (
+            {"ablations": [{"speed": 3}]},
+            "has no meaning for any of the measures: a measure has no 'speed'; its fields are",
+        ),
+        ({"ablations": [{"geodesic": "rk4"}]}, "has no meaning for any of the measures: geodesic"),
     ],
 )
 def test_mistakes_in_the_configuration(place, capsys, change, message):
@@ -82,21 +81,19 @@ def test_a_folder_with_brackets_in_its_name(place):
     assert len(read_config(place / "a [1]" / "sweep.json").checkpoints) > 1
 
 
-def test_yaml_and_mistakes_in_it(place, capsys):
-    pytest.importorskip("yaml")
-    Path("sweep.yaml").write_text(
-        "checkpoints: [{path: collection/net0.pt, model: 'sweepmodel:model'}]\n"
-        "data: train.pt\nmeasures: [adaptive]\nsteps: 2\n"
-    )
-    assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 0
-    assert [r["kind"] for r in rows_of("out", "sweep.yaml")] == ["sharpness"]
-    Path("sweep.yaml").write_text("checkpoints: [\n")
-    assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 2
-    assert "sweep.yaml cannot be parsed" in capsys.readouterr().err
-    assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", "3", "--quiet"]) == 2
-    assert "--shard takes i/n" in capsys.readouterr().err
-    assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", "3/2", "--quiet"]) == 2
-    assert "1 ≤ i ≤ n" in capsys.readouterr().err
+@pytest.mark.parametrize("text", ["", "[", "{", "[" * 3000, "[1]", '{"steps": NaN}', "\xff"])
+def test_what_is_no_json(place, capsys, text):
+    Path("sweep.json").write_bytes(text.encode("latin-1"))
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("sharpness: sweep.json: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("shard", "words"), [("3", "a shard is i/n"), ("3/2", "1 ≤ i ≤ n"), ("0/2", "1 ≤ i ≤ n")])
+def test_a_shard_that_is_none(place, capsys, shard, words):
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", shard, "--quiet"]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_entries_that_measure_the_same(place):
@@ -105,7 +102,9 @@ def test_entries_that_measure_the_same(place):
     Path("own.json").write_text(json.dumps({**config, "ablations": [{}, {}]}))
     assert read_config("own.json").measured() == [("adaptive", {}, [0.1, 0.2]), ("euclidean", {}, [0.1, 0.2])]
     Path("own.json").write_text(json.dumps({**config, "ablations": [{}, {"rho": [0.3]}]}))
-    with pytest.raises(ValueError, match="an ablation has an unknown switch 'rho'"):
+    with pytest.raises(
+        ValueError, match="no meaning for any of the measures: a measure's name and radii stand in measures and rho"
+    ):
         read_config("own.json")
 
 
@@ -117,7 +116,7 @@ def test_an_ablation_with_measures_of_its_own(place):
     assert [(name, switches) for name, switches, _ in plan if switches] == [("adaptive", {"statistic": "average"})]
     config["ablations"] = [{"statistic": "average", "measures": ["geometric"]}]
     Path("own.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="'geometric', which is not among measures"):
+    with pytest.raises(ValueError, match="unknown measure 'geometric'; choose one of"):
         read_config("own.json")
 
 

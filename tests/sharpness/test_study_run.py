@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -15,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sharpness import cli
 from sharpness.study import plan, read_config, read_failures, run_sweep
-from tests import networks, spread
+from tests import networks
 from tests.extent import EXHAUSTIVE
 from tests.pictures import picture_network
-from tests.processes import forked, together
-from tests.small_clip import name_small_models
+from tests.processes import forked
+from tests.small_clip import fine_tuned, name_small_models
 from tests.sweeps import rows_of
 
 
@@ -82,16 +80,14 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
     assert all(f"- {line}\n" in printed for line in lines)
     assert cli.main(["table", "out", "--format", "csv"]) == 0
     assert all(line in capsys.readouterr().err for line in lines[:1])
-    assert cli.main(["table", "out", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["notes"][-2:] == lines
     # A ranking of more models has them too.
     with open("out/results.jsonl", "a") as file:
         for k, row in itertools.product(range(10), rows):
             file.write(json.dumps({**row, "checkpoint": f"{row['checkpoint']}{k}"}) + "\n")
     assert cli.main(["table", "out/results.jsonl"]) == 0
-    assert f"- {frozen} (adaptive, gradient-norm; 22 models)" in capsys.readouterr().out
-    assert cli.main(["table", "out/results.jsonl", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["notes"]) == 1 + 2  # what the columns are, and the remarks
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ")]
+    assert f"- {frozen} (adaptive, gradient-norm; 22 models)" in notes
+    assert len(notes) == 1 + 2  # what the columns are, and the remarks
     run = ["run", "halves:model", "train.pt", "--measure", "adaptive", "--rho", "0.1", "--quiet"]
     assert cli.main(run) == 0
     printed = capsys.readouterr().out
@@ -146,45 +142,6 @@ def test_a_file_that_cannot_be_read_leaves_the_others_their_rows(place, capsys, 
         rows_of("out")
 
 
-def test_torchrun_gives_the_same_rows(place):
-    run_sweep(read_config("sweep.json"), "whole", progress=False)
-    assert together(2, _sweep_here, place, "spread", folder=place).codes == [0, 0]
-    assert rows_of("whole") == rows_of("spread")
-
-
-def test_sharded_models_give_the_same_rows(place, capsys):
-    """Two processes, which measure each model together; the first alone writes."""
-    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive", "geodesic-inv"]}
-    config |= {"rho": {"adaptive": 0.3, "geodesic-inv": 0.05}, "ablations": [{}]}
-    config["checkpoints"][0]["model"] = "tests.spread:model"
-    shutil.rmtree("collection")
-    Path("collection").mkdir()
-    for seed in (0, 1):
-        torch.save({k: v * (1 + 0.1 * seed) for k, v in spread.model().state_dict().items()}, f"collection/{seed}.pt")
-    x, y = networks.tokens(16, seed=0)
-    for name in ("train", "test"):
-        torch.save({"x": x, "y": y}, f"{name}.pt")
-    Path("sweep.json").write_text(json.dumps(config))
-    assert run_sweep(read_config("sweep.json"), "whole", progress=False) == []
-    Path("sweep.json").write_text(json.dumps(config | {"sharded": True}))
-    assert cli.main(["sweep", "sweep.json", "--out", "alone", "--quiet"]) == 2
-    assert "start the command by torchrun" in capsys.readouterr().err
-    done = together(2, _sweep_here, place, "shared", folder=place)
-    assert done.codes == [0, 0], done.output
-    whole, shared = (rows_of(out) for out in ("whole", "shared"))
-    assert len(whole) == 6  # of each model the fit and two measures
-    for one, two in zip(whole, shared, strict=True):
-        assert one.keys() == two.keys()
-        for key, value in one.items():
-            assert (
-                two[key] == (pytest.approx(value, rel=2e-4) if isinstance(value, float) else value)
-                or key == "per_batch"
-            )
-    Path("sweep.json").write_text(json.dumps(config | {"sharded": True, "initial": "collection/0.pt"}))
-    assert cli.main(["sweep", "sweep.json", "--out", "no", "--quiet"]) == 2
-    assert "leave them out with sharded: true" in capsys.readouterr().err
-
-
 MOMENTS = 50 if EXHAUSTIVE else 4
 
 
@@ -193,20 +150,6 @@ def _sweep_here(place, out):
     sys.path.insert(0, str(place))
     torch.set_num_threads(1)
     return cli.main(["sweep", "sweep.json", "--out", out, "--quiet"])
-
-
-def _torchrun(place, out):
-    """What ``torchrun --nproc-per-node 2`` does, but for the import: its agent watches the processes."""
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        start_method="fork", max_restarts=0, monitor_interval=0.1,
-    )  # fmt: skip
-    elastic_launch(config, _watched)(place, out)
-
-
-def _watched(place, out):
-    (place / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-    sys.exit(_sweep_here(place, out))
 
 
 def longer(place):
@@ -278,7 +221,7 @@ def test_a_disk_that_is_full_at_random_moments(place, monkeypatch, capsys):
 def test_a_garbled_job_is_done_again(place):
     run_sweep(read_config("sweep.json"), "out", progress=False)
     whole = rows_of("out")
-    junk = (b"", b"{", b"[1]", b"\xff", b'{"rows": 3}')
+    junk = (b"", b"{", b"[1]", b"\xff", b'[{"checkpoint": "net0.pt", "kind": "sharpness"}]')
     for path, content in zip(sorted(Path("out/jobs").glob("*.json")), junk, strict=False):
         path.write_bytes(content)
     assert len(rows_of("out")) < len(whole)
@@ -326,25 +269,6 @@ def test_whatever_one_model_raises_the_others_go_on(place, capsys):
     assert [r for r in rows_of("out", "bad.json") if r["checkpoint"].startswith("net")] == rows_of("sound")
 
 
-def test_a_killed_rank_ends_the_others(place):
-    config = json.loads(Path("sweep.json").read_text())
-    config["rho"] = {"adaptive": [0.01 * k for k in range(1, 9)], "euclidean": 0.05}
-    config |= {"steps": 40, "relative_tol": 0}
-    Path("sweep.json").write_text(json.dumps(config))
-    agent = forked.Process(target=_torchrun, args=(place, "out"))
-    agent.start()
-    limit = time.monotonic() + 60
-    while not Path("out/jobs").is_dir() and time.monotonic() < limit:
-        time.sleep(0.02)
-    os.kill(int(Path("1.pid").read_text()), signal.SIGKILL)
-    agent.join(60)
-    assert agent.exitcode
-    run_sweep(read_config("sweep.json"), "whole", progress=False)
-    assert len(rows_of("out")) < len(rows_of("whole"))
-    assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
-    assert rows_of("out") == rows_of("whole")
-
-
 class Payload:
     """Unpickled, it writes a file."""
 
@@ -386,27 +310,23 @@ def test_bert_folders_good_and_bad(place, capsys):
         "'good', which is not the name of a class (LABEL_0, LABEL_1, LABEL_2); say what labels mean"
         in said["nameless,"]
     )
-    assert "BertForSequenceClassification: it holds pickled objects other than tensors" in said["pickled,"]
+    assert "pickled cannot be loaded: UnpicklingError: Weights only load failed" in said["pickled,"]
     assert not Path("executed").exists()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
-    open_clip = pytest.importorskip("open_clip")
+    pytest.importorskip("open_clip")
     from PIL import Image
 
     name_small_models(place / "configs", monkeypatch)
-    torch.manual_seed(0)
-    visual = open_clip.create_model("small", pretrained=None).visual
-    head = nn.Linear(24, 2)
-    state = {f"model.visual.{k}": v for k, v in visual.state_dict().items()} | {"model.logit_scale": torch.ones(())}
     (place / "soups").mkdir()
-    torch.save(state | {f"classification_head.{k}": v for k, v in head.state_dict().items()}, "soups/model_0.pt")
+    torch.save(fine_tuned().state_dict(), "soups/model_0.pt")
     torch.save({"weights": Payload()}, "soups/model_1.pt")
     for c, shade in (("cat", 40), ("dog", 200)):
         (place / "pictures" / c).mkdir(parents=True)
         Image.new("RGB", (32, 32), (shade, 90, 10)).save(place / "pictures" / c / "0.png")
-    config = {"checkpoints": [{"path": "soups/*.pt", "model": "small-quickgelu"}], "data": "pictures",
+    config = {"checkpoints": [{"path": "soups/*.pt", "model": "tests.small_clip:fine_tuned"}], "data": "pictures",
               "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
     (place / "soups.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
@@ -424,7 +344,7 @@ def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
     (place / "bad.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert all("line 2 of bad.tsv is not UTF-8; convert the file" in line for line in lines)
+    assert all("bad.tsv is not UTF-8; convert the file" in line for line in lines)
     assert len(lines) == 5  # the fit, and two measures with two settings each
     assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
     torch.save(picture_network().state_dict(), "pictures.pt")

@@ -3,7 +3,6 @@
 from . import architectures
 from .canonical import (
     CanonicalForm,
-    WholeVerification,
     apply_random_moves_,
     canonical_form,
     canonicalize_,
@@ -21,7 +20,6 @@ __all__ = [
     "Site",
     "State",
     "Symmetry",
-    "WholeVerification",
     "Wiring",
     "affine",
     "apply_random_moves_",

@@ -156,19 +156,13 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
 
 
 def _language(layout: Layout, model: Any, base: Any) -> Wiring:
-    if getattr(base.config, "add_cross_attention", False):
+    if getattr(base.config, "add_cross_attention", False) or has(base, "decoder.project_in"):  # the latter is OPT's
         return Wiring(closed=False)
     w = Wiring(closed=not layout.post_norm)
     readers = _head(w, model, base)
     if has(base, "embeddings.token_type_embeddings"):
         layout = replace(layout, embeddings=_with_types(w, base))
-    if "{}" not in layout.layers:
-        return wire(w, base, layout, readers)
-    # Groups of layers that are used several times, so that several layers read the last norm of each.
-    for i in range(len(base.encoder.albert_layer_groups)):
-        wire(w, base, replace(layout, layers=layout.layers.format(i)), [])
-        layout = replace(layout, last="", embeddings="")
-    return w
+    return wire(w, base, layout, readers)
 
 
 for _section in _TABLE.sections():
@@ -180,29 +174,13 @@ def _with_types(w: Wiring, base: Any) -> str:
     """Exchange vectors between positions and types alone where a decoder uses the words too."""
     words, positions, types = (f"embeddings.{x}_embeddings" for x in ("word", "position", "token_type"))
     pad = getattr(base.embeddings, "padding_idx", None)
-    if any(a.W is base.embeddings.word_embeddings.weight for _, a in w.classifiers):
+    if any(a.matrix.tensor is base.embeddings.word_embeddings.weight for _, a in w.classifiers):
         return f"{words}, {types} + {positions}" + ("" if pad is None else f"[{pad}:]")
     if pad is None:
         return f"{words} + {positions}, {words} + {types}"
     # Padding alone has its own index as position, other tokens later ones.
     its, later = f"[{pad}:{pad + 1}]", f"{pad + 1}:"
     return f"{words}{its} + {positions}{its}, {words}[:{pad},{later}] + {positions}[{later}], {words} + {types}"
-
-
-@register_backbone(_HF.format("opt", "OPTModel"))
-def _opt(model: Any, base: Any) -> Wiring:
-    """Words may have a width of their own; post-norm, the first layer reads the embeddings without a norm."""
-    w, decoder, layout = Wiring(), base.decoder, _layout("opt")
-    readers = _head(w, model, base)
-    if has(decoder, "project_in"):
-        layout = replace(layout, embeddings="project_in, embed_positions[2:]")
-        readers = [affine(decoder, "project_out")]
-        w.classifiers = [(n, a) for n, a in w.classifiers if a.W is not decoder.embed_tokens.weight]
-    if not has(decoder, "final_layer_norm"):
-        if base.config.do_layer_norm_before:  # the head reads the stream itself
-            return Wiring(closed=False)
-        layout, w.closed = replace(layout, last="", embeddings="", post_norm=True), False
-    return wire(w, decoder, layout, readers)
 
 
 @register_wiring(_HF.format("t5", "T5ForConditionalGeneration"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import at_least_float32, standard_normal
-from ..certificate import certify, change, largest, output_gradients, preserve_values
+from ..certificate import Certificate, certify, change, largest, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
 from ..modules import check_model, default_forward, running_copy
 from ..pairs import SymmetricPair
@@ -139,11 +139,11 @@ def canonical_form(
     for s in symmetries:
         s.fold(state)
     constant: dict[Tensor, Tensor] = {}
-    fixed = [b for s in symmetries for b in s.constant]
-    for b in fixed:
+    fixed = {b.key: b for s in symmetries for b in s.constant}
+    for b in fixed.values():
         p = b.tensor
         b.of(constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))).fill_(True)
-    kept = PairList(_without(p, {b.key for b in fixed}) for p in pairs)
+    kept = PairList(_without(p, fixed) for p in pairs)
     values = {p: value.to(at_least_float32(p.dtype)) for p, value in state.items()}
     return CanonicalForm(values, constant, kept, symmetries, refused, wiring)
 
@@ -252,52 +252,6 @@ def apply_random_moves_(
     return list(dict.fromkeys(s.kind for s in moving))
 
 
-@dataclass(frozen=True)
-class WholeVerification:
-    """What the outputs' gradient and finite moves say about every kind of symmetry.
-
-    Attributes
-    ----------
-    residuals : dict of str to float
-        By kind: the largest derivative of the outputs along a symmetry, relative to the lengths of gradient and move.
-    changes : dict of str to float
-        By kind: the largest change of an output when all symmetries of the kind move, relative to the largest output.
-    tolerance : float
-        Values up to this count as rounding.
-
-    Examples
-    --------
-    See :func:`verify_whole`.
-
-    >>> from quotient_manifolds.symmetries.whole import WholeVerification
-    >>> WholeVerification({"gain": 1e-16}, {"gain": 0.1, "shift": 1e-15}).failures
-    ['gain']
-    """
-
-    residuals: dict[str, float]
-    changes: dict[str, float]
-    tolerance: float = 1e-8
-
-    @property
-    def failures(self) -> list[str]:
-        """The kinds that are not symmetries."""
-        both = (self.residuals, self.changes)
-        return [k for k in both[0] | both[1] if not all(of.get(k, 0.0) <= self.tolerance for of in both)]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every kind is a symmetry."""
-        return not self.failures
-
-    def __str__(self) -> str:
-        lines = [f"{'':<12} {'gradient':>9} {'move':>9}"]
-        for kind, moved in self.changes.items():
-            residual = f"{self.residuals[kind]:>9.0e}" if kind in self.residuals else " " * 9
-            wrong = "  NOT A SYMMETRY" * (kind in self.failures)
-            lines.append(f"{kind:<12} {residual} {moved:>9.0e}{wrong}")
-        return "\n".join(lines)
-
-
 @torch.inference_mode(False)
 @torch.enable_grad()
 def verify_whole(
@@ -307,7 +261,7 @@ def verify_whole(
     *,
     forward: Callable[[nn.Module, Any], Any] = default_forward,
     classes: bool = False,
-) -> WholeVerification:
+) -> Certificate:
     """Certify every kind of symmetry of a network, heads, neurons and all others, and move it.
 
     It is done on a canonicalised copy in float64.
@@ -327,8 +281,9 @@ def verify_whole(
 
     Returns
     -------
-    WholeVerification
-        ``print`` shows a row for each kind.
+    Certificate
+        Its residuals and changes are by kind: the largest derivative of the outputs along a symmetry of the kind,
+        relative to the lengths of gradient and move, and their change when all of the kind move.
 
     Examples
     --------
@@ -362,7 +317,7 @@ def verify_whole(
                 else:
                     apply_random_moves_(twin, seed=seed, classes=classes, kinds=[kind])
                 changes[kind] = change(before, outputs())
-    return WholeVerification(residuals, changes)
+    return Certificate(residuals, (), 1e-8, changes, 1e-8)
 
 
 def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:

@@ -316,7 +316,9 @@ def symmetries_of(
         return bool(site.readers) and not site.carried and not waits
 
     # A constant added by a writer, or a rotation, passes through no scale.
-    scaled = {a.W for name, unit, a in w.scales if not add(scaling("layer scale", name, unit, [], a.written))}
+    scaled = {
+        a.matrix.tensor for name, unit, a in w.scales if not add(scaling("layer scale", name, unit, [], a.written))
+    }
     gains = [(site, site.norm.gain) for site in w.sites if site.norm.gain is not None]
     folded = [foldable(site, unit) and add(gain(site, unit)) for site, unit in gains]
     shifted: list[Site] = []
@@ -334,12 +336,14 @@ def symmetries_of(
     for site in w.sites:
         for r in site.readers if site.norm.centring else ():
             if site.norm.shift is None or r.bias is not None or r.blind:
-                parts[r.W] += add(reader(site, r))
+                parts[r.matrix.tensor] += add(reader(site, r))
     for name, q, k in w.qk_norms:
         add(qk_gain(name, q, k))
     for name, tables in w.score_tables:
         add(exchange("score bias", name, tables, [], tables[0].size[1]))
-    norms = {r.W: s.norm for s in shifted if s.norm.centring for r in s.readers if r.bias is None and not r.blind}
+    norms = {
+        r.matrix.tensor: s.norm for s in shifted if s.norm.centring for r in s.readers if r.bias is None and not r.blind
+    }
     # Without a wiring nobody vouches that attention weights sum to 1.
     for bias_of, pair in product((key_bias, value_bias) if w.sites else (key_bias,), pairs):
         add(bias_of(pair, norms))
@@ -348,14 +352,14 @@ def symmetries_of(
         d = source.size[1] - (w.centred and source.tensor in in_stream)
         add(exchange("embeddings", name, [source], targets, d))
     for name, a in w.writers if w.centred and w.sites else ():
-        if a.W in scaled:
+        if a.matrix.tensor in scaled:
             refused[f"writer: {name}"] = "its layer scale is not folded"
         else:
             add(centring("writer", name, a.written))
     for name, rows in w.tables if w.centred and w.sites else ():
         add(centring("writer", name, [rows]))
     for name, a in w.classifiers if classes else ():
-        if not add(centring("classes", name, a.written, parts[a.W])) and a.bias is not None:
+        if not add(centring("classes", name, a.written, parts[a.matrix.tensor])) and a.bias is not None:
             add(centring("classes", f"{name} biases", [a.bias]))
     if w.closed and w.sites and not w.reads_stream_raw and all(folded) and not scaled:
         add(rotation("the stream", w, [s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted]))

@@ -55,7 +55,7 @@ class Layout:
     Attributes
     ----------
     layers : str
-        Name of the list of layers; ``{}`` stands for the number of a group of them.
+        Name of the list of layers.
     attention, mlp : Sublayer
         The first and the last sublayer of a layer.
     last : str

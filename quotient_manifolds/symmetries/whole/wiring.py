@@ -83,16 +83,6 @@ class Affine:
     stream_dim: int = 0
 
     @property
-    def W(self) -> Tensor:
-        """The parameter of the weight."""
-        return self.matrix.tensor
-
-    @property
-    def b(self) -> Tensor | None:
-        """The parameter of the bias, if there is one."""
-        return None if self.bias is None else self.bias.tensor
-
-    @property
     def blocks(self) -> list[Block]:
         """W and b, as far as they exist."""
         return [self.matrix] if self.bias is None else [self.matrix, self.bias]

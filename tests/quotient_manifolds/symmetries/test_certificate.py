@@ -55,7 +55,7 @@ def bend(linear, amount):
 def test_symmetries_are_certified_and_nothing_else(dtype, tolerance):
     torch.set_default_dtype(dtype)
     batch = networks.images()
-    model = networks.train(networks.vit(), batch)
+    model = networks.trained_vit()
     pairs = stacks(find_symmetric_pairs(model))
     found = certify(pairs, gradients_of(model, error(model, batch)), tolerance=tolerance)
     assert found.failures == found.unreached == ()
@@ -93,7 +93,7 @@ def test_a_gradient_that_is_zero_certifies_nothing():
 @pytest.mark.parametrize("which", [0, 2])
 def test_evaluate_refuses_by_name_and_leaves_the_model_alone(dtype, which):
     torch.set_default_dtype(dtype)
-    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    model, batch = networks.trained_vit(), networks.images()
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
     bend(projection(model, which), 0.3)
     before = copy.deepcopy(model.state_dict())
@@ -220,7 +220,10 @@ def test_what_no_pair_survives_is_not_taken_for_rounding(monkeypatch):
 
 
 def first_step(optimizer):
-    getattr(optimizer, "first_step", optimizer.step)()
+    if isinstance(optimizer, sharpness.GeodesicSAM):
+        with optimizer.perturbed():
+            return
+    optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -233,10 +236,10 @@ def first_step(optimizer):
 )
 def test_optimisers_refuse_before_anything_moves(train):
     batch = networks.images()
-    sound = networks.train(networks.vit(), batch)
+    sound = networks.trained_vit()
     error(sound, batch).backward()
     first_step(train(sound))
-    broken = networks.train(networks.vit(), batch)
+    broken = networks.trained_vit()
     optimizer = train(broken)
     projection(broken, 0).register_forward_hook(lambda module, x, y: y.relu())
     error(broken, batch).backward()
@@ -249,7 +252,7 @@ def test_optimisers_refuse_before_anything_moves(train):
 def test_gradients_that_are_rounding_are_no_alarm():
     """Examples whose gradients cancel leave rounding, with residuals of the order of 1: moves decide."""
     torch.set_default_dtype(torch.float32)
-    model, (x, _) = networks.train(networks.vit(), networks.images()), networks.images()
+    model, (x, _) = networks.trained_vit(), networks.images()
     twice = torch.cat([x, x.flip(0)])
     weights = torch.randn(len(x), 3)
 
@@ -289,7 +292,7 @@ class HalfInside(torch.nn.Module):
 
 def test_half_precision_inside_a_model_is_no_alarm_and_hides_no_relu():
     torch.set_default_dtype(torch.float32)
-    model, (x, y) = networks.train(networks.vit(), networks.images()), networks.images()
+    model, (x, y) = networks.trained_vit(), networks.images()
     half = HalfInside(model)
     pairs = stacks(find_symmetric_pairs(half))
     found = certify(pairs, gradients_of(half, F.cross_entropy(half(x), y)), tolerance=1e-4)
@@ -302,7 +305,7 @@ def test_half_precision_inside_a_model_is_no_alarm_and_hides_no_relu():
 
 def test_moves_agree_with_the_certificate():
     """The outputs change under a finite move where, and only where, the residual is large."""
-    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    model, batch = networks.trained_vit(), networks.images()
     bend(projection(model, 2), 0.3)
     seen = set()
     found = certify(stacks(find_symmetric_pairs(model)), gradients_of(model, error(model, batch)))

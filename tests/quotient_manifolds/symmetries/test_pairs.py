@@ -26,7 +26,7 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.attention import Dimensions
 from quotient_manifolds.symmetries.pairs import SHARED, merged, refused
-from quotient_manifolds.symmetries.stacks import sharing
+from quotient_manifolds.symmetries.stacks import without_sharing
 
 from ... import architectures, networks
 from ...architectures import TRANSFORMERS, adapted, bert_and_batch
@@ -341,6 +341,11 @@ def test_pairs_with_a_block_in_common_become_one():
     assert (len(found.G), len(found.H)) == (2, 1)
     other = pair([block(c, "weight")], [block(a, "weight")], GL(3))
     assert [p.group for p in merged([one, other])] == [None, None]  # one block on both sides
+
+
+def sharing(pairs):
+    """The pairs that are refused because a weight of theirs is used elsewhere."""
+    return {i for i, p in enumerate(without_sharing(pairs)) if p.reason == SHARED}
 
 
 @pytest.mark.parametrize("overlap", [True, False])

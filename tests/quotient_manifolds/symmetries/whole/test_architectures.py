@@ -77,7 +77,7 @@ def test_what_is_in_the_stream_before_the_layers():
         Wiring(), model, replace(LAYOUT, embeddings="none?[1:] + words, projection + positions[1:2,3:4]"), []
     )
     assert [(name, rows.size) for name, rows in optional.tables] == [("words", (5, 4)), ("positions", (3, 4))]
-    assert optional.writers[0][1].W is model.projection.weight
+    assert optional.writers[0][1].matrix.tensor is model.projection.weight
     assert [(b.tensor is model.projection.bias, rows.offset) for _, rows, (b,) in optional.common] == [
         (True, 4), (True, 12),
     ]  # fmt: skip
@@ -88,9 +88,9 @@ def test_what_is_in_the_stream_before_the_layers():
 def test_names():
     model = Stack()
     assert [State().read(rows).shape for rows in table(model, "words[1:3,-1:]")] == [(2, 4), (1, 4)]
-    assert affine(model.blocks[0], "down").W is model.blocks[0].down.weight
+    assert affine(model.blocks[0], "down").matrix.tensor is model.blocks[0].down.weight
     attention = nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)})
-    assert affine(attention, "attn").W is attention["attn"].in_proj_weight
+    assert affine(attention, "attn").matrix.tensor is attention["attn"].in_proj_weight
     bare = nn.ParameterDict({"proj": nn.Parameter(torch.zeros(4, 3))})
     assert State().read(affine(bare, "proj").matrix).shape == (3, 4)
     assert has(model.blocks[0], "none|down")

@@ -1,0 +1,13 @@
+"""What forked processes call, imported once and exempt from garbage collection, which each would do by itself."""
+
+import atexit
+import gc
+
+import sharpness.cli
+from tests import sharded, test_second_device
+
+__all__ = ["sharded", "sharpness", "test_second_device"]
+
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)
