@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from geoopt import ManifoldParameter
@@ -90,9 +91,9 @@ def manifold_parameters_(
         weight.grad = None
         parametrize.register_parametrization(module, attribute, step)
         if step.whole:  # what is left is empty: no parameter for an optimiser
-            home = module.parametrizations[attribute]
-            del home.original
-            home.register_buffer("original", weight.detach(), persistent=False)
+            homes: Any = module.parametrizations
+            del homes[attribute].original
+            homes[attribute].register_buffer("original", weight.detach(), persistent=False)
     return list(points.values())
 
 
