@@ -96,7 +96,7 @@ def retraction(manifold):
     return manifold.retr if type(manifold).__name__ in ("UpperHalf", "BoundedDomain") else manifold.expmap
 
 
-def oracle(problem, data, rho, starts=24):
+def oracle(problem, data, rho, starts=14):
     """The largest increase of the loss in the ball, by SLSQP from many starts."""
     manifold, x = problem.x.manifold, problem.x.detach().clone()
     basis = dense_basis(manifold, x)

@@ -11,6 +11,7 @@ from torch import nn
 import sharpness
 from quotient_manifolds.symmetries import (
     GL,
+    NotASymmetryError,
     apply_random_symmetry_,
     block,
     find_symmetric_pairs,
@@ -20,6 +21,8 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.modules import Wide
+from quotient_manifolds.symmetries.points import Point
+from sharpness.measures import PairBlock
 
 from ...architectures import TRANSFORMERS, adapted, open_clip_model, timm_model, transformers_model
 
@@ -85,8 +88,11 @@ def test_same_function_same_sharpness_and_back_bit_for_bit(name):
         assert [s[:3] for s in two.by_layer()] == [s[:3] for s in one.by_layer()]
         for a, b in zip(one.by_layer(), two.by_layer(), strict=True):
             assert a.share == pytest.approx(b.share, abs=1e-8)
-        for quantity in (sharpness.gradient_norm, sharpness.hessian) if name in ("torch", "llama") else ():
-            one, two = (quantity(m, [batch], loss, progress=False) for m in (model, twin))
+        if name in ("torch", "llama"):
+            one, two = (sharpness.gradient_norm(m, [batch], loss, progress=False) for m in (model, twin))
+            assert float(two) == pytest.approx(float(one), rel=1e-8)
+        if name == "torch":
+            one, two = (sharpness.hessian(m, [batch], loss, num_matvecs=3, progress=False) for m in (model, twin))
             assert float(two) == pytest.approx(float(one), rel=1e-8)
     plain_parameters_(twin)
     after = twin.state_dict()
@@ -95,6 +101,32 @@ def test_same_function_same_sharpness_and_back_bit_for_bit(name):
     assert all(p is parameters[key] and p.requires_grad for key, p in twin.named_parameters())
     assert type(twin) is type(model)
     assert [p.name for p in find_symmetric_pairs(twin)] == [p.name for p in find_symmetric_pairs(model)]
+
+
+def test_a_wrong_conversion_is_noticed(monkeypatch):
+    """Rows in a wrong order; and points in the measure's metric instead of the one that they state."""
+    model, batch = made("bert")
+    twin = copy.deepcopy(model)
+    manifold_parameters_(twin, "mix")
+    options = {"rho": 0.1, "steps": 3, "progress": False}
+    one = sharpness.evaluate(model, [batch], loss, measure="geodesic-mix", **options)
+    two = sharpness.evaluate(twin, [batch], loss, measure="geodesic-inv", **options)
+    assert float(two) == pytest.approx(float(one), rel=1e-8)
+    right = PairBlock.horizontal_space
+
+    def of_the_measure(self, gauge, x):
+        self.stack.metric = None
+        return right(self, gauge, x)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(PairBlock, "horizontal_space", of_the_measure)
+        two = sharpness.evaluate(twin, [batch], loss, measure="geodesic-inv", **options)
+        assert float(two) != pytest.approx(float(one), rel=1e-3)
+    rows = Point.rows
+    monkeypatch.setattr(Point, "rows", lambda self, pairs: rows(self, pairs).roll(1, 1))
+    assert (outputs(twin, batch) - outputs(model, batch)).abs().max() > 1e-6
+    with pytest.raises(NotASymmetryError):
+        sharpness.evaluate(twin, [batch], loss, **options)
 
 
 @METRICS
