@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 # Test processes import thousands of modules each, so bytecode is kept even where the environment says not to.
 export PYTHONDONTWRITEBYTECODE :=
-# One thread a test process. Three share two cores, because some tests wait for processes of their own.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder
+# One thread a test process. Each imports for eleven seconds; a test that waits for processes of its own keeps a core busy.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
+.PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 14
@@ -16,8 +16,11 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## train a vision transformer on digits, measure its sharpness, draw the picture (under two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/sharpness demo $(ARGS)
 
-test: $(VENV)/.dev  ## run the tests; ARGS="-k name" chooses
-	$(PYTEST) $(ARGS)
+test: $(VENV)/.dev  ## run the tests of the packages; ARGS="-k name" chooses
+	$(PYTEST) tests quotient_manifolds sharpness --ignore tests/benchmarks $(ARGS)
+
+studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and benchmarks/
+	$(PYTEST) reproduction tests/benchmarks $(ARGS)
 
 elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds: what passes here by luck fails there
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 MOVE_SEEDS=$${MOVE_SEEDS:-1000} \
@@ -79,5 +82,5 @@ $(VENV)/.dev: $(BIN)/uv setup.cfg pyproject.toml
 $(OLDEST)/.done: $(BIN)/uv setup.cfg pyproject.toml tests/oldest.txt
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLDEST)
 	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --constraint tests/oldest.txt \
-		--editable '.[test,transformers,clip,timm,lora,images,datasets,sweep,studies,demo]'
+		--editable '.[test,transformers,clip,timm,lora,images,datasets,studies,demo]'
 	touch $@

@@ -37,7 +37,7 @@ def numbers(optimizer: torch.optim.Optimizer) -> int:
     """Count what the state holds."""
     saved = optimizer.state_dict()
     of_params = [t for s in saved["state"].values() for t in s.values()]
-    of_buckets = [t for b in saved.get("buckets", ()) for t in b["state"].values()]
+    of_buckets = [t for b in saved.get("stacks", ()) for t in b["state"].values()]
     return sum(t.numel() for t in of_params + of_buckets if isinstance(t, torch.Tensor))
 
 

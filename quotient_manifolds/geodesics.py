@@ -30,8 +30,8 @@ from .metrics import MIX, LocalMetric, Motion, Pair
 
 #: The solver gives up after a path of this length in the inv metric.
 _MAX_LENGTH = 1000
-#: Number of steps after which a solver gives up, geodesics take a few dozen; and the shortest step.
-_MAX_STEPS, _SHORTEST = 20_000, 1e-14
+#: Number of steps of a leg after which a solver gives up, those of a geodesic take a dozen; and the shortest step.
+_MAX_STEPS, _SHORTEST = 200, 1e-14
 
 
 class GeodesicExitError(ValueError):

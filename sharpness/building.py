@@ -23,7 +23,7 @@ from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
-from .errors import naming
+from .errors import words_of
 from .measures import ElementwiseBlock, Measure, PairBlock
 from .points import Block, PointBlock, is_point
 
@@ -50,8 +50,10 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
-    with naming(f"only={only!r} is not a regular expression"):
+    try:
         pattern = re.compile(only or "")
+    except (re.error, TypeError) as error:
+        raise ValueError(f"only={only!r} is not a regular expression: {words_of(error)}") from error
     found = {name: p for name, p in found.items() if pattern.search(name)}
     if not found:
         raise ValueError(f"only={only!r} matches no trainable parameter's name")

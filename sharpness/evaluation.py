@@ -96,8 +96,7 @@ def evaluate(
     Raises
     ------
     UnknownAttentionError
-        A module computes attention, no handler knows its class, and it could not be examined (for measures that divide
-        out pairs).
+        No handler knows a module that computes attention, and it could not be examined, but the measure divides it.
     ValueError
         There is nothing to measure, the loss is NaN or random, or an argument is out of range.
     RemoteError

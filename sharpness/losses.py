@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from quotient_manifolds.linalg import as_count, at_least_float32
 from quotient_manifolds.symmetries.modules import default_forward, plain_class, tensors, tree_map
 
-from .errors import lacking_rows, naming
+from .errors import lacking_rows, naming, words_of
 
 __all__ = ["LossFunction", "normalized_logits"]
 
@@ -112,8 +112,12 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
         exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if normalize_logits or not by_name:
-        with naming(f"the labels do not fit the scores of {name}"):
+        try:  # with naming(...) every step would enter one file more
             loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
+        except (IndexError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(f"the labels do not fit the scores of {name}: {words_of(error)}") from error
     if not classification:
         return Outcome(loss)
     counted = labels != IGNORED

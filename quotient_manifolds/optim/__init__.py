@@ -1,6 +1,19 @@
 """Torch optimisers on the quotient: from all equivalent factors they make the same run."""
 
-from .create import canonicalize_lora_, create_quotient_lora_optimizer, create_quotient_optimizer
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..gauge import canonical_gauge
+from ..symmetries.lora import adapter_pairs, adapter_tensors, is_lora
+from ..symmetries.pairs import SymmetricPair
+from .base import QuotientOptimizer
+from .metric import wide
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
 
 __all__ = [
@@ -11,3 +24,226 @@ __all__ = [
     "create_quotient_lora_optimizer",
     "create_quotient_optimizer",
 ]
+
+OPTIMIZERS: dict[str, type[QuotientAdam] | type[QuotientMuon]] = {"adam": QuotientAdam, "muon": QuotientMuon}
+
+
+def create_quotient_lora_optimizer(
+    model: nn.Module,
+    *,
+    lr: float,
+    optimizer: str = "adam",
+    adapter_names: Sequence[str] | None = None,
+    other_params_lr: float | None = None,
+    **options: Any,
+) -> QuotientOptimizer:
+    """Create an optimiser for a model with LoRA adapters of peft, instead of AdamW.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With adapters; plain, DDP-wrapped or compiled.
+    lr : float
+        Learning rate. For ``"adam"``, AdamW's learning rates carry over; for ``"muon"`` it is the size of a step of the
+        adapted weights in the spectral norm, for which .02 is a starting point. One rate serves for all ranks and α.
+    optimizer : {"adam", "muon"}
+        :class:`QuotientAdam` or :class:`QuotientMuon`.
+    adapter_names : sequence of str, optional
+        The adapters to train; by default all whose factors are trainable, active or not.
+    other_params_lr : float, optional
+        Learning rate of all parameters outside pairs: ``modules_to_save``, biases, DoRA's magnitudes, and adapters that
+        form no pair (a warning names them; there may be no others). By default ``lr`` for Adam and ``lr / 20`` for
+        Muon, which is a starting point. Vectors and biases do not decay.
+    **options
+        ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and other options of the optimiser.
+
+    Returns
+    -------
+    QuotientAdam or QuotientMuon
+
+    Raises
+    ------
+    ValueError
+        There is no trainable adapter, an adapter is unknown, or one of its factors is frozen.
+
+    Notes
+    -----
+    With ``Trainer`` of transformers, clip in the optimiser and not in the trainer::
+
+        optimizer = create_quotient_lora_optimizer(model, lr=2e-4, max_grad_norm=1.0)
+        Trainer(model, TrainingArguments(..., max_grad_norm=0), optimizers=(optimizer, None))
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from quotient_manifolds.optim import create_quotient_lora_optimizer
+    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), LoraConfig(r=2, target_modules=["0"]))
+    >>> optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    >>> model(torch.ones(3, 6)).square().sum().backward()
+    >>> optimizer.step()
+    >>> bool(model.base_model.model[0].lora_B.default.weight.any())
+    True
+    """
+    pairs = adapter_pairs(model, adapter_names)
+    if not pairs:
+        raise ValueError(f"the model has no LoRA adapter of peft with two trainable factors{_no_adapter(model)}")
+    chosen = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+    others = {} if chosen is None else {a: own for a, own in adapter_tensors(model).items() if a not in chosen}
+    left = {id(t) for own in others.values() for t in own.values()}
+    return _create(model, pairs, left, lr, other_params_lr, optimizer, options)
+
+
+def create_quotient_optimizer(
+    model: nn.Module,
+    *,
+    lr: float,
+    optimizer: str = "adam",
+    pairs: Sequence[SymmetricPair] | None = None,
+    other_params_lr: float | None = None,
+    **options: Any,
+) -> QuotientOptimizer:
+    """Create an optimiser for a model's trainable weights, with attention heads (and adapters) on the quotient.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Plain, DDP-wrapped or compiled.
+    lr : float
+        Learning rate.
+    pairs : sequence of SymmetricPair, optional
+        By default ``find_symmetric_pairs(model, key_bias="drop")``: the key bias has no effect, and its gradient is
+        pure rounding error, which Adam would scale up to full steps; it is not trained. With ``batch=…`` that also
+        finds those of attention classes that this package does not know.
+    optimizer, other_params_lr, **options
+        As for :func:`create_quotient_lora_optimizer`.
+
+    Returns
+    -------
+    QuotientAdam or QuotientMuon
+
+    Raises
+    ------
+    ValueError
+        No pair is trainable, or the classes of the attention are unknown.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim import create_quotient_optimizer
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> optimizer = create_quotient_optimizer(layer, lr=1e-3, weight_decay=0.01)
+    >>> layer(torch.randn(2, 3, 8)).square()[..., 0].sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state_dict()["pairs"]
+    ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
+    """
+    if pairs is None:
+        from ..symmetries.discovery import find_symmetric_pairs  # classes of attention, which adapters do not need
+        from ..symmetries.registry import candidates
+
+        pairs = find_symmetric_pairs(model, key_bias="drop")
+        unknown = candidates(model).values()
+        names = {type(m).__name__ for m in unknown if any(p.requires_grad for p in m.parameters())}
+        if names:
+            advice = (
+                f"attention of classes that are not known here ({', '.join(sorted(names))}) forms no pair until it is "
+                'examined on a batch: pass pairs=find_symmetric_pairs(model, batch=batch, key_bias="drop")'
+            )
+            if all(p.group is None for p in pairs):
+                raise ValueError(advice)
+            warnings.warn(f"AdamW trains parts of the model: {advice}", stacklevel=2)
+    return _create(model, pairs, set(), lr, other_params_lr, optimizer, options)
+
+
+def _no_adapter(model: nn.Module) -> str:
+    """Explain what a model without LoRA layers has instead, and what to do."""
+    if any(is_lora(m) for m in model.modules()):
+        return ": its LoRA adapters are frozen; load them with is_trainable=True, or choose one with set_adapter(name)"
+    configs = [getattr(m, "peft_config", None) for m in model.modules()]
+    found = [c for by_name in configs if isinstance(by_name, dict) for c in by_name.values()]
+    kinds = {str(getattr(c, "peft_type", type(c).__name__)).removeprefix("PeftType.") for c in found}
+    if kinds:
+        return f": its adapters are of the kind {', '.join(sorted(kinds))}, whose weights form no such pairs; use AdamW"
+    return "; wrap it with peft.get_peft_model"
+
+
+def _is_matrix(w: nn.Parameter) -> bool:
+    """Tell matrices, with one row too, and kernels from vectors, such as DoRA's magnitudes of a convolution."""
+    return w.dim() == 2 or sum(size > 1 for size in w.shape) > 1
+
+
+def _create(
+    model: nn.Module,
+    pairs: Sequence[SymmetricPair],
+    left: set[int],
+    lr: float,
+    other_lr: float | None,
+    optimizer: str,
+    options: dict[str, Any],
+) -> QuotientOptimizer:
+    """Make parameter groups: pairs, other matrices, and vectors and biases, which do not decay."""
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
+    mine = {id(b.tensor) for p in pairs if p.group is not None for b in p.G + p.H}
+    rate = other_lr if other_lr is not None else lr * OPTIMIZERS[optimizer].rest
+    groups: list[dict[str, Any]] = [{"rest": rate / lr if lr else 1.0, "lr": lr}, {"lr": rate}, {"lr": rate}]
+    groups[2]["weight_decay"] = 0.0
+    for name, w in model.named_parameters():
+        if not w.requires_grad or id(w) in left:
+            continue
+        kind = 0 if id(w) in mine else 1 if _is_matrix(w) and not name.endswith("bias") else 2
+        groups[kind].setdefault("params", []).append(w)
+    return OPTIMIZERS[optimizer]([g for g in groups if "params" in g], pairs, lr, **options)
+
+
+@torch.no_grad()
+def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> list[str]:
+    r"""Bring every LoRA pair into canonical gauge, :math:`B^T B = A A^T` = diag(σ), without changing the function.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place; its function stays the same up to rounding.
+    adapter_names : sequence of str, optional
+        By default all adapters, active or not, trainable or frozen.
+
+    Returns
+    -------
+    list of str
+        Names of the pairs that were balanced. A pair whose product lacks full rank, as at B = 0, has no canonical
+        representative from which training could continue; it is left unchanged, and so is one on the meta device.
+
+    Raises
+    ------
+    ValueError
+        No layer has an adapter of this name.
+
+    Notes
+    -----
+    The state of an optimiser refers to the old factors, so call this before or after training. It is computed in
+    float64; see :class:`quotient_manifolds.Gauge`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from quotient_manifolds.optim import canonicalize_lora_
+    >>> config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
+    >>> canonicalize_lora_(model)
+    ['base_model.model.0 lora default']
+    >>> A, B = model.base_model.model[0].lora_A.default.weight, model.base_model.model[0].lora_B.default.weight
+    >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
+    True
+    """
+    done = []
+    for pair in adapter_pairs(model, adapter_names, include_frozen=True):
+        if pair.group is None or pair.group.h > min(pair.n, pair.m) or any(b.tensor.is_meta for b in pair.G + pair.H):
+            continue
+        x = wide(pair.gather().detach())
+        gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
+        if bool(gauge.present().all()):
+            pair.scatter_(gauge.x)
+            done.append(pair.name)
+    return done

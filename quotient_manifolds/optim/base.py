@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from numbers import Real
 from typing import Any
 
@@ -18,8 +17,9 @@ from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from .metric import Metric, on_cpu, wide
-from .pairs import GONE, Bucket, Places, Step, alone, explain, gradients_of, group_of, orientation, reasons
+from .metric import Metric, on_cpu, trace, wide
+from .pairs import GONE, Places, alone, group_of, orientation, reasons
+from .stack import Stack, explain, restored
 
 Gradients = Mapping[Tensor, Tensor]
 
@@ -27,6 +27,11 @@ _NO_PAIR = (
     "no pair (G, H) is among the parameters{}, so the quotient optimiser has nothing to do; pass "
     "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights are "
     "trainable, or use torch.optim.AdamW"
+)
+
+_TOO_LARGE = (
+    "pair {!r}: its product is too large for the dtype of its factors; it takes no step until that changes; lower the "
+    "learning rate, or make the factors smaller"
 )
 
 
@@ -54,14 +59,12 @@ class QuotientOptimizer(Optimizer):
 
     certify, rest = True, 1.0
     _Others: Any = torch.optim.AdamW
-    #: In the state of a bucket that has taken a step.
-    _state_names = frozenset({"moment G", "moment H"})
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], **defaults: Any) -> None:
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
-        self._buckets, self._places, self._warned = list[Bucket](), list[Places](), False
+        self._stacks, self._places, self._warned = list[Stack](), list[Places](), False
         self._skipped: Tensor | int = 0
         self._others = self._Others([torch.zeros(1)], lr=0.0)
         super().__init__(params, defaults)
@@ -118,7 +121,7 @@ class QuotientOptimizer(Optimizer):
         position = {id(p): i for i, p in enumerate(found)}
         for (group, flipped, *_), members in chosen.items():
             for stack in stacks(members):
-                self._buckets.append(Bucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
+                self._stacks.append(Stack(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
         self._cover()
         for places in self._places:
             places.check(home)
@@ -132,8 +135,8 @@ class QuotientOptimizer(Optimizer):
             warnings.warn(f"{self._Others.__name__} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
-        self._certification = Certification(b.stack for b in self._buckets)
-        self._covered = coverage(b.stack for b in self._buckets)
+        self._certification = Certification(s.pairs for s in self._stacks)
+        self._covered = coverage(s.pairs for s in self._stacks)
         self._partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
 
     @torch.no_grad()
@@ -152,7 +155,12 @@ class QuotientOptimizer(Optimizer):
         for p in self._pairs:
             if p.model is None and not all(getattr(b.module, b.attribute, None) in own for b in p.G + p.H):
                 raise ValueError(f"parameters of the pair {p.name!r} {GONE}")
-        gradients = gradients_of(self.param_groups, getattr(self, "grad_scale", None))
+        gradients = {p: p.grad for p in own if p.grad is not None}
+        if sparse := next((p for p, g in gradients.items() if g.is_sparse), None):
+            raise ValueError(
+                f"a parameter of shape {tuple(sparse.shape)} has a sparse gradient, which is not supported; build the "
+                "embedding with sparse=False"
+            )
         if gradients:
             with torch.autocast(next(iter(own)).device.type, enabled=False):
                 self._step(gradients)
@@ -162,107 +170,94 @@ class QuotientOptimizer(Optimizer):
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        steps = []
-        for bucket in self._buckets:
-            if any(active := bucket.active(gradients)):
-                steps.append(Step(bucket, active, gradients, self._metric))
-        outside = {p: g for p, g in gradients.items() if p not in self._covered}
-        outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
-        if not (steps or outside) or not self._is_sound(steps, gradients, outside):
+        stacks = [s for s in self._stacks if s.begin(gradients)]
+        outside: Gradients = {p: g for p, g in gradients.items() if p not in self._covered}
+        partly = {p: gradients[p].masked_fill(mask, 0) for p, mask in self._partly.items() if p in gradients}
+        outside = {**outside, **partly}
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
+            outside = {p: g.to(at_least_float32(g.dtype)) / scale.to(g.device) for p, g in outside.items()}
+        for s in stacks:
+            factor = -1.0 if self.param_groups[s.group]["maximize"] else 1.0
+            if scale is not None or factor < 0:
+                torch._foreach_mul_(s.g, factor if scale is None else factor / scale.to(s.g[0].device))
+            s.measure(self._metric, double=not on_cpu(s.sizes) and s.steps % 8 == 0)
+            if on_cpu(s.sizes) and not s.straight:
+                s.measure(self._metric, double=True)
+        if not (stacks or outside) or not self._is_sound(stacks, gradients, outside):
             return
         if self.certify and any(p.G[0].tensor in gradients for p in self._certification.open):
             # Adapters that are switched off may never get a gradient, and checking reads from the device.
             self._certification.see(gradients).check()
-        for s in steps:
-            skewed = s.straighten_()
-            if not on_cpu(skewed):
-                self._skipped = self._skipped + skewed.any()
-            elif not bool(skewed.any()):
+        for s in stacks:
+            s.steps += 1
+            if on_cpu(s.sizes) and s.straight:
                 continue
-            elif not self._warned:
+            crooked = s.straighten_(self._metric)
+            s.restrict(~crooked)
+            if not on_cpu(crooked):
+                self._skipped = self._skipped + crooked.any()
+            elif not self._warned and bool(crooked.any()):
                 self._warned = True
-                warnings.warn(
-                    f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
-                    "step until that changes; lower the learning rate, or make the factors smaller",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            s.restrict(~skewed)
+                warnings.warn(_TOO_LARGE.format(s.name(crooked)), RuntimeWarning, stacklevel=4)
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
-            squares = [s.squared_norm() for s in steps]
-            squares += [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
-            norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
-            factor = (bound / (norm + 1e-12)).clamp_max(1.0)
-            outside = {p: g * factor.to(g.device) for p, g in outside.items()}
-            for s in steps:
-                s.clip_(factor)
+            outside = _clip(float(bound), stacks, outside)
         if outside:
-            self._step_others(outside)
-        for s in steps:
+            _step_others(self, self._others, self._partly, outside)
+        for s in stacks:
+            group = self.param_groups[s.group]
+            if not s.state and ("eps" in group or group["momentum"]):  # gradient descent without momentum has none
+                s.state = self._new_state(s)
             before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
-            self._step_pairs(self.param_groups[s.bucket.group], s)
-            if s.mask is not None:
-                s.state.update((name, s.only(value, before.get(name, 0))) for name, value in s.state.items())
+            self._step_pairs(group, s)
+            s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())
 
-    def _is_sound(self, steps: Sequence[Step], gradients: Gradients, outside: Gradients) -> bool:
+    def _is_sound(self, stacks: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
         """Return whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
         found_inf = getattr(self, "found_inf", None)
-        # The sum of a gradient, in float32 at least, tells whether it is finite.
-        sums = [g.sum() for s in steps for g in s.g]
-        sums += [g.sum(dtype=at_least_float32(g.dtype)) for g in outside.values()]
-        finite = torch.stack([v.isfinite().to(sums[0].device) for v in sums]).all()
+        # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
+        sums = [s.sizes for s in stacks]
+        sums += [g.sum(dtype=at_least_float32(g.dtype))[None] for g in outside.values()]
+        finite = (torch.cat([v.to(sums[0].device) for v in sums]).abs() < torch.inf).all()
         finite = finite if found_inf is None else (found_inf == 0).all()
-        sound = torch.stack([finite, *[~s.unsound().any().to(finite.device) for s in steps]]).all()
+        sound = finite
+        for s in stacks:
+            sound = sound & s.sound().all().to(finite.device)
         if not on_cpu(finite):
             self._skipped = self._skipped + ~(sound if found_inf is None else sound | ~finite)
-            for s in steps:
+            for s in stacks:
                 s.restrict(sound.to(s.x[0].device))
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
-        if not bool(finite) and found_inf is not None:
+        if bool(sound):
+            return True
+        if found_inf is not None and not bool(finite):
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
-        if not bool(sound):
-            explain(steps, gradients)
-        return True
+        explain(stacks, gradients)
+        return False
 
-    def _step_others(self, gradients: Gradients) -> None:
-        """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
-        groups = []
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p in gradients]
-            lr = group["rest"] * float(group["lr"])
-            decay = lr * group["weight_decay"]
-            whole = [p for p in params if p not in self._partly]
-            if decay and whole:
-                torch._foreach_mul_(whole, 1 - decay)
-            for p in params:
-                if p in self._partly and p.dim() > 1:  # vectors do not decay
-                    p.mul_(torch.where(self._partly[p], 1, 1 - decay))
-            groups.append({**group, "params": params, "lr": lr, "weight_decay": 0.0, "maximize": False})
-        kept = [(p, p.grad) for p in gradients]
-        for p, g in gradients.items():
-            p.grad = g.to(p.dtype)
-        self._others.state, self._others.param_groups = self.state, [{**self._others.defaults, **g} for g in groups]
-        self._others.step()
-        for p, grad in kept:
-            p.grad = grad
+    def _metric(self, s: Stack, grams: Tensor) -> Metric:
+        """Return the metric of a stack at points with these Gram matrices."""
+        M, N = grams.unbind(-3)
+        return Metric(M, N, s.scale)
 
-    def _metric(self, bucket: Bucket, M: Tensor, N: Tensor) -> Metric:
-        """Return the metric of a bucket at points with these Gram matrices."""
-        return Metric(M, N, bucket.scale)
+    def _new_state(self, s: Stack) -> dict[str, Tensor]:
+        """Return the state of a stack before its first step."""
+        return {f"moment {side}": m.zero_() for side, m in zip("GH", s.empty(), strict=True)}
 
-    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
-        """Update the pairs of a bucket, and their state."""
+    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
+        """Update the pairs of a stack, and their state."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "step"}  # which schedulers replace
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of torch's state and, under ``"pairs"`` and ``"buckets"``, the state of the pairs.
+        """Return a copy of torch's state and, under ``"pairs"`` and ``"stacks"``, the state of the pairs.
 
         It warns of steps off the CPU that changed nothing because gradients were not finite or an anchor lacked full
         rank.
@@ -275,72 +270,64 @@ class QuotientOptimizer(Optimizer):
                 stacklevel=2,
             )
         names = ("members", "flipped", "group", "steps", "state")
-        buckets = [{name: getattr(bucket, name) for name in names} for bucket in self._buckets]
-        more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "buckets": buckets}
+        stacks = [{name: getattr(s, name) for name in names} for s in self._stacks]
+        more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "stacks": stacks}
         return copy.deepcopy({**super().state_dict(), **more})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
-        pairs = _pairs_of(state_dict, self._pairs, type(self).__name__, self.param_groups)
+        if (kind := state_dict.get("kind", _UNKNOWN)) != (own := type(self).__name__):
+            raise ValueError(
+                f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load "
+                "the model's weights and start a new optimiser with a short warm-up of the rate"
+            )
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
-        buckets = [_restored(entry, pairs, self._state_names) for entry in saved["buckets"]]
+        sizes = [[len(g["params"]) for g in groups] for groups in (saved["param_groups"], self.param_groups)]
+        # An adapter may have reached full rank since the saved optimiser was created.
+        pairs = [p for p in self._pairs if p.name in saved["pairs"] or sizes[0] != sizes[1]]
+        if saved["pairs"] != [p.name for p in pairs]:
+            differing = sorted(set(saved["pairs"]) ^ {p.name for p in pairs})[:3]
+            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+        stacks = [restored(entry, [pairs[i] for i in entry["members"]], self._new_state) for entry in saved["stacks"]]
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
-        self._pairs, self._buckets = pairs, buckets
+        self._pairs, self._stacks = pairs, stacks
         self._cover()
 
 
-def _pairs_of(
-    state: Mapping[str, Any], known: Iterable[SymmetricPair], own: str, groups: Sequence[Mapping[str, Any]]
-) -> list[SymmetricPair]:
-    """List an optimiser's pairs that a state has moments of; raise a ValueError if the state is of another kind."""
-    if (kind := state.get("kind", _UNKNOWN)) != own:
-        raise ValueError(
-            f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load the "
-            "model's weights and start a new optimiser with a short warm-up of the rate"
-        )
-    names, sizes = set(state["pairs"]), [[len(g["params"]) for g in some] for some in (state["param_groups"], groups)]
-    # An adapter may have reached full rank since the saved optimiser was created.
-    pairs = [p for p in known if p.name in names or sizes[0] != sizes[1]]
-    if state["pairs"] != [p.name for p in pairs]:
-        differing = sorted(names ^ {p.name for p in pairs})[:3]
-        raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
-    keys = (key for g in state["param_groups"] for key in g["params"])
-    for key, p in zip(keys, (p for g in groups for p in g["params"]), strict=False):
-        for value in state["state"].get(key, {}).values():
-            if isinstance(value, Tensor) and value.dim():
-                _check_shape(value.shape, p.shape)
-    return pairs
+def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> Gradients:
+    """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
+    squares = [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
+    for s in stacks:
+        K_inv = s.metric.inverse_roots
+        squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
+    norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
+    factor = (bound / (norm + 1e-12)).clamp_max(1.0)
+    for s in stacks:
+        torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
+    return {p: g * factor.to(g.device) for p, g in outside.items()}
 
 
-def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], names: AbstractSet[str]) -> Bucket:
-    """Restore a bucket from its entry in a ``state_dict``, in which its state must have certain names."""
-    members, state = entry["members"], entry["state"]
-    if state and state.keys() != names:
-        raise ValueError(
-            f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
-            f"{', '.join(sorted(names))}: it is of another version; load the model's weights and start "
-            "with a new optimiser"
-        )
-    if len({abs(pairs[i].scale) for i in members}) > 1:
-        raise ValueError(
-            "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
-            "new optimizer"
-        )
-    bucket = Bucket([pairs[i] for i in members], members, entry["flipped"], entry["group"])
-    for name, rows in (("moment G", bucket.stack.n), ("moment H", bucket.stack.m)) if state else ():
-        _check_shape(state[name].shape, (len(members) * bucket.points, rows, bucket.stack.group.h // bucket.points))
-    bucket.steps = entry["steps"]
-    bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
-    return bucket
-
-
-def _check_shape(given: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise if the state of a weight is for one of another shape."""
-    if tuple(given) != tuple(wanted):
-        raise ValueError(
-            f"the state is for weights of shape {tuple(given)}, but the weights now have shape {tuple(wanted)}: "
-            "another rank, or another model"
-        )
+def _step_others(optimizer: QuotientOptimizer, others: Optimizer, partly: Gradients, gradients: Gradients) -> None:
+    """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
+    groups = []
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if p in gradients]
+        lr = group["rest"] * float(group["lr"])
+        decay = lr * group["weight_decay"]
+        whole = [p for p in params if p not in partly]
+        if decay and whole:
+            torch._foreach_mul_(whole, 1 - decay)
+        for p in params:
+            if p in partly and p.dim() > 1:  # vectors do not decay
+                p.mul_(torch.where(partly[p], 1, 1 - decay))
+        groups.append({**group, "params": params, "lr": lr, "weight_decay": 0.0})
+    kept = [(p, p.grad) for p in gradients]
+    for p, g in gradients.items():
+        p.grad = g.to(p.dtype)
+    others.state, others.param_groups = optimizer.state, [{**others.defaults, **g} for g in groups]
+    others.step()
+    for p, grad in kept:
+        p.grad = grad
 
 
 #: The least positive number.

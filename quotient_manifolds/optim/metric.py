@@ -23,9 +23,8 @@ from torch import Tensor
 
 __all__ = ["Metric", "RidgeMetric", "inverse_root", "trace", "wide"]
 
-#: Condition of H at which a pair moves to another gauge. Rounding to float32 then changes the product by about 1e-5.
-_CONDITION = 1e2
-#: So does a pair whose H is larger or smaller than 1 by this factor: inverses would leave the range of float32.
+#: A pair moves to another gauge if its H is larger or smaller than 1 by this factor: inverses would leave the range
+#: of float32.
 _SIZE = 1e12
 
 
@@ -35,7 +34,7 @@ def wide(X: Tensor) -> Tensor:
 
 
 def on_cpu(X: Tensor) -> bool:
-    """Tell whether the host reads a tensor without waiting for a device."""
+    """Return whether the host reads a tensor without waiting for a device."""
     return X.device.type == "cpu"
 
 
@@ -49,18 +48,16 @@ def eye_like(S: Tensor) -> Tensor:
     return torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
 
 
-class _Factorised:
+class Factorised:
     """S = L Lᴴ up to rounding, with its inverse; never fails on a semidefinite S ≠ 0."""
 
-    def __init__(self, S: Tensor) -> None:
-        diagonal = S.diagonal(dim1=-2, dim2=-1).real
-        rounding = torch.finfo(S.dtype).eps * S.shape[-1]
+    def __init__(self, S: Tensor, eye: Tensor) -> None:
+        raised = S.clone()
+        raised.diagonal(dim1=-2, dim2=-1).mul_(1 + torch.finfo(S.dtype).eps * S.shape[-1])
         self.S = S
-        self.L, info = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
-        eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
-        self.L_inv = torch.linalg.solve_triangular(self.L, eye, upper=False)
+        self.L, self.info = torch.linalg.cholesky_ex(raised)
+        self.L_inv = torch.linalg.solve_triangular(self.L, eye.expand_as(S), upper=False)
         self.inverse = self.L_inv.mH @ self.L_inv
-        self.sound = (info == 0) & self.L_inv.isfinite().all(-1).all(-1)
 
 
 class Metric:
@@ -77,8 +74,8 @@ class Metric:
         Gram matrices of G and H, (…, h, h), where H has full column rank.
     scale : float
         s.
-    floor : Tensor or float
-        Multiple of :math:`N^{-1}` in :math:`\hat M`, (…, 1, 1).
+    floor : Tensor, optional
+        Multiple of :math:`N^{-1}` in :math:`\hat M`, (…, 1, 1); by default 1.
 
     Attributes
     ----------
@@ -86,43 +83,45 @@ class Metric:
         Where H has full column rank, and everything is finite; (…).
     """
 
-    def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | float = 1.0) -> None:
-        self._scale, self._M = scale, M
-        self._N = _Factorised(N)
-        self._W = _Factorised(scale**2 * M + floor * self._N.inverse)
-        self.sound = self._N.sound & self._W.sound
+    def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | None = None) -> None:
+        self._scale, self._M, self._eye = scale, M, eye_like(M)
+        self._N = Factorised(N, self._eye)
+        ridge = self._N.inverse if floor is None else floor * self._N.inverse
+        self._W = Factorised(torch.add(ridge, M, alpha=scale**2), self._eye)
+        self.sound = (self._N.info == 0) & (torch.linalg.matrix_norm(self._W.inverse) < torch.inf)
 
     @property
     def inverse_roots(self) -> Tensor:
         """K⁻¹ of G and of H, (…, 2, h, h)."""
         return torch.stack([self._N.L_inv / self._scale, self._W.L_inv], dim=-3)
 
-    def skewed(self) -> Tensor:
-        """Tell where a sound H has columns too far from orthonormal ones for the precision of the factors; (…)."""
+    def straight(self, condition: float) -> Tensor:
+        """Return where a sound H is in range, and its columns are as near to orthonormal ones as a condition; (…)."""
         size, inverse = torch.linalg.matrix_norm(self._N.S), torch.linalg.matrix_norm(self._N.inverse)
-        bound = _CONDITION**2 * self._N.S.shape[-1] ** 0.5
-        return ((size * inverse > bound) | (size > _SIZE**2) | (inverse > _SIZE**2)) & self.sound
+        near = size * inverse <= condition**2 * self._N.S.shape[-1] ** 0.5
+        return near & (torch.maximum(size, inverse) <= _SIZE**2) & self.sound
 
-    def straightening(self, largest: float) -> Tensor:
-        r"""Return matrices, (…, 2, h, h), that turn skewed G and H into factors of the same product with N = I.
+    def straightening(self, crooked: Tensor, largest: float) -> Tensor:
+        r"""Return matrices, (…, 2, h, h), that turn crooked G and H into factors of the same product with N = I.
 
-        With :math:`N = L L^H` they are :math:`(L, L^{-H})`; 1 where nothing is skewed, or a column of G L would have a
-        norm above ``largest``.
+        With :math:`N = L L^H` they are :math:`(L, L^{-H})`; 1 elsewhere, or where a column of G L would have a norm
+        above ``largest``.
         """
         L = self._N.L
-        straight = self.skewed() & (trace(L.mH @ self._M @ L).sqrt() <= largest)
-        return torch.where(straight[..., None, None, None], torch.stack([L, self._N.L_inv.mH], dim=-3), eye_like(L))
+        crooked = crooked & self.sound & (trace(L.mH @ self._M @ L).sqrt() <= largest)
+        return torch.where(crooked[..., None, None, None], torch.stack([L, self._N.L_inv.mH], dim=-3), self._eye)
 
-    def transport_covectors(self, to: Metric, across: Tensor) -> Tensor:
+    def transport_covectors(self, N: Tensor, across: Tensor) -> Tensor:
         r"""Return (T_G, T_H), (…, 2, h, h): at another point covectors become :math:`\nabla_G T_G, \nabla_H T_H`.
 
         The coordinates of a covector are projected from the span of the old basis onto that of the new one. The bases
         are those of the column spaces of H and of :math:`(sG;\; H N^{-1})`, whose Gram matrix is :math:`\hat M` for the
-        floor 1. ``across`` has :math:`G^H G'` and :math:`H^H H'`, (…, 2, h, h).
+        floor 1. N is that of the other point, and ``across`` has :math:`G^H G'` and :math:`H^H H'`, (…, 2, h, h).
         """
         across_G, across_H = across.unbind(-3)
-        across_G = self._scale**2 * across_G + self._N.inverse @ across_H @ to._N.inverse
-        return torch.stack([self._N.inverse @ across_H, self._W.inverse @ across_G], dim=-3)
+        T_G = self._N.inverse @ across_H
+        across_G = torch.add(T_G @ Factorised(N, self._eye).inverse, across_G, alpha=self._scale**2)
+        return torch.stack([T_G, self._W.inverse @ across_G], dim=-3)
 
 
 class RidgeMetric(Metric):
@@ -132,7 +131,7 @@ class RidgeMetric(Metric):
     def inverse_roots(self) -> Tensor:
         r"""K⁻¹ of G, and :math:`R \hat M^{-1}` of H with :math:`s^2 M = R^H R`, (…, 2, h, h)."""
         least = torch.finfo(self._M.dtype).eps ** 0.75  # R exists at M = 0, too; like all here a function of the orbit
-        R = _Factorised(self._scale**2 * self._M + least * self._W.S).L.mH
+        R = Factorised(torch.add(least * self._W.S, self._M, alpha=self._scale**2), self._eye).L.mH
         return torch.stack([self._N.L_inv / self._scale, R @ self._W.inverse], dim=-3)
 
 
@@ -160,11 +159,14 @@ def inverse_root(S: Tensor) -> Tensor:
     any matrix so small (norm below 1e-40 in double precision) that its inverse root overflows in float32.
     """
     least = max(torch.finfo(S.dtype).tiny ** 0.5, 1e-40)  # callers multiply by large numbers too
-    size = torch.linalg.matrix_norm(S, keepdim=True)
-    S = S / size.clamp_min(least)
-    eye = eye_like(S)
-    Q = torch.where(size > least, size.rsqrt(), 0).to(S.dtype) * eye
-    for a, b, c in _ROUNDS:
-        q = a * eye + b * S + c * (S @ S)
-        Q, S = Q @ q, q @ S @ q
-    return Q
+    norm = torch.linalg.matrix_norm(S, keepdim=True)
+    size = norm.clamp_min(least)
+    S = (S / size).reshape(-1, *S.shape[-2:])
+    Q = eye_like(S).expand_as(S)
+    for i, (a, b, c) in enumerate(_ROUNDS):
+        P = torch.baddbmm(S, S, S, beta=b, alpha=c)  # q = a I + P; Q becomes Q q, and S q S q
+        Q = torch.baddbmm(Q, Q, P, beta=a)
+        if i < len(_ROUNDS) - 1:
+            S = torch.baddbmm(S, P, S, beta=a)
+            S = torch.baddbmm(S, S, P, beta=a)
+    return size.rsqrt() * (norm > least) * Q.reshape(*size.shape[:-2], *Q.shape[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
-from .metric import Metric, RidgeMetric, eye_like, inverse_root, trace
-from .pairs import Bucket, Step
+from .metric import Factorised, Metric, RidgeMetric, eye_like, inverse_root, trace, wide
+from .stack import Stack
 
 #: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
 _LEAST = 1e-3
@@ -110,30 +110,31 @@ class QuotientAdam(QuotientOptimizer):
         more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "maximize": maximize}
         super().__init__(params, pairs, lr=lr, betas=betas, eps=eps, **more)
 
-    _state_names = frozenset({"moment G", "moment H", "rows G", "rows H", "step", "matrix"})
+    def _new_state(self, s: Stack) -> dict[str, Tensor]:
+        state = super()._new_state(s)
+        like = wide(state["moment G"])
+        size, _, h = like.shape
+        small = {"matrix": like.new_zeros(size, 2, h, h), "step": like.real.new_zeros(size)}
+        return {**state, **small, "rows": state["moment G"].real.new_zeros(size, s.pairs.n + s.pairs.m, 1)}
 
-    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
-        (beta1, beta2), lr, K_inv = group["betas"], float(group["lr"]), s.metric.inverse_roots
-        step = s.state.setdefault("step", K_inv.real.new_zeros(len(K_inv))).add_(1)
-        first, second = (1 - beta1**step)[:, None, None, None], (1 - beta2**step)[:, None, None, None]
+    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
+        (beta1, beta2), lr, K_inv, state = group["betas"], float(group["lr"]), s.metric.inverse_roots, s.state
+        step = state["step"].add_(1)[:, None, None]
+        first, second = 1 - beta1**step, 1 - beta2**step
         # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
-        C = s.state.setdefault("matrix", torch.zeros_like(K_inv))
-        G, H = s.gradient_grams.unbind(-3)
-        C.lerp_(torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3), 1 - beta2)
-        V = K_inv @ (C / second) @ K_inv.mH
-        root = inverse_root(V + _LEAST * torch.linalg.matrix_norm(V, keepdim=True) * eye_like(V))
-        coordinates, basis = (K_inv.mH @ root).to(s.dtype), K_inv * (-lr * (_RANK / K_inv.shape[-1]) ** 0.5) / first
-        moments, squares = s.rows("moment", s.x), s.rows("rows", [x.real[..., :1] for x in s.x])
-
-        def directions() -> Iterator[Tensor]:
-            for g, m, r, (side, points, _) in zip(s.g, moments, squares, s.bucket.parts, strict=True):
-                R = coordinates[points, side]
-                size = torch.linalg.vector_norm(g @ R, dim=-1, keepdim=True).square() / g.shape[-1]
-                m.lerp_(g, 1 - beta1)
-                r.lerp_(size, 1 - beta2)
-                yield (m @ R).div_((r / second[points, 0].to(r.dtype)).sqrt_().add_(group["eps"]))
-
-        s.advance_(directions(), basis, lr * group["weight_decay"])
+        C = state["matrix"].lerp_(s.grams(s.g, s.sizes)[1] / s.counts, 1 - beta2) / second[:, None]
+        V = K_inv @ C @ K_inv.mH
+        V.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(V)[..., None], alpha=_LEAST)
+        R = K_inv.mH @ inverse_root(V)
+        u = [torch.view_as_real(v).flatten(-2) if v.is_complex() else v for v in s.times(s.g, R, "end")]
+        torch._foreach_mul_(u, u)
+        squares = torch.cat([v.sum(-1, keepdim=True) for v in u], dim=1)  # h r, which takes √h from the rate
+        rows = state["rows"].lerp_(squares, 1 - beta2) / second.to(s.dtype)
+        torch._foreach_lerp_(s.moments(), s.g, 1 - beta1)
+        sizes = rows.sqrt_().add_(group["eps"] * R.shape[-1] ** 0.5).split([s.pairs.n, s.pairs.m], dim=1)
+        for d, m, size in zip(s.g, s.moments(), sizes, strict=True):
+            torch.div(m, size, out=d)
+        s.advance_(s.g, R @ (K_inv * (-lr * _RANK**0.5) / first[:, None]), lr * group["weight_decay"])
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -223,23 +224,33 @@ class QuotientMuon(QuotientOptimizer):
 
     rest = 1 / 20  # .001 instead of .02
 
-    def _metric(self, bucket: Bucket, M: Tensor, N: Tensor) -> Metric:
-        group = self.param_groups[bucket.group]
+    def _metric(self, s: Stack, grams: Tensor) -> Metric:
+        group, (M, N) = self.param_groups[s.group], grams.unbind(-3)
+        if s.dtype == torch.float32:
+            # Rounding of M to single precision is a singular value of G, and a step of H. So columns that are nearly
+            # orthonormal are found first, and M from their Gram matrix (Yamamoto et al. 2015, "CholeskyQR2").
+            raised = M.clone()
+            raised.diagonal(dim1=-2, dim2=-1).add_(trace(M)[..., None].clamp_min(1e-24), alpha=1e-6)
+            L = Factorised(raised, eye_like(M))
+            Q = torch.bmm(s.x[0], L.L_inv.mH.to(s.x[0].dtype), out=s.room("end")[0])
+            M = L.L @ wide(Q.mH @ Q) @ L.L.mH
         step = float(group["lr"]) / (4 * (1 - group["momentum"]))
-        floor = (_LEAST_PRODUCT * bucket.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
+        floor = (_LEAST_PRODUCT * s.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
         # 0 for a learning rate of 0 at G = 0
-        return RidgeMetric(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
+        return RidgeMetric(M, N, s.scale, torch.where(floor > 0, floor, 1))
 
-    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
+    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
-        # Up to a factor, which cancels, u is ∇ + μ²/(1 + μ) m with the old m.
-        m = s.rows("moment", s.x)
-        past = momentum**2 / (1 + momentum) if group["nesterov"] else momentum
-        u = [torch.add(g, v, alpha=past) for g, v in zip(s.g, m, strict=True)]
-        torch._foreach_mul_(m, momentum)
-        torch._foreach_add_(m, s.g)
-        # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
-        d = s.times(u, (F.mH @ inverse_root(F @ s.grams(u) @ F.mH)).to(s.dtype))
+        for g, m in zip(s.g, s.moments(), strict=True):
+            torch.add(g, m, alpha=momentum, out=m)
+            if group["nesterov"]:
+                torch.add(g, m, alpha=momentum, out=g)
+            else:
+                g.copy_(m)
+        # Where the product lacks rank F is large, and u small: its Gram matrix comes after the product with F.
+        u = s.times(s.g, F.mH, "end")
+        u, grams = s.grams(u, sizes := s.norms(u))
+        d = s.times(u, inverse_root(grams) * sizes[:, None, None], "g")
         s.advance_(d, -lr / 2 * F, lr * group["weight_decay"], transport=False)
 
 
@@ -308,11 +319,12 @@ class QuotientSGD(QuotientOptimizer):
 
     _Others = torch.optim.SGD
 
-    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
+    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots
         if momentum:
-            m = s.rows("moment", s.x)
-            torch._foreach_mul_(m, momentum)
-            torch._foreach_add_(m, s.g)
-            u = [torch.add(g, v, alpha=momentum) for g, v in zip(s.g, m, strict=True)] if group["nesterov"] else m
-        s.advance_(s.times(u, K_inv.mH.to(s.dtype)), -lr * K_inv, lr * group["weight_decay"])
+            for g, m in zip(s.g, s.moments(), strict=True):
+                torch.add(g, m, alpha=momentum, out=m)
+            u = s.moments()
+            if group["nesterov"]:
+                u = [torch.add(g, m, alpha=momentum) for g, m in zip(s.g, u, strict=True)]
+        s.advance_(u, -lr * K_inv.mH @ K_inv, lr * group["weight_decay"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -274,41 +274,46 @@ class BlockStack:
         for column in zip(*points, strict=True):
             self.runs.extend(_runs_of(column, row))
             row += column[0].rows
+        self._shapes = [run.block.shape for run in self.runs]
         self.shape = (len(points), row, *self.runs[0].block.size[2:]) if self.runs else (len(points), 0)
 
-    def _columns(self, tensors: Mapping[Tensor, Tensor] | None) -> list[list[Tensor]]:
-        """View the rows in the parameters or in ``tensors``, run by run, column by column of blocks."""
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
         columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
             p = run.block.tensor
             source = p if tensors is None else tensors.get(p)
             view = real_view(p).new_zeros(run.block.size) if source is None else run.block.of(source.contiguous())
             columns.setdefault(run.rows.start, []).append(view)
-        return list(columns.values())
+        return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 
-    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
-        return torch.cat(list(map(torch.cat, self._columns(tensors))), dim=1)
+    def parameters(self) -> list[Tensor]:
+        """List the parameter of each run."""
+        found = [getattr(run.block.module, run.block.attribute) for run in self.runs]
+        return found if [p.shape for p in found] == self._shapes else [run.block.tensor for run in self.runs]
 
-    @torch.no_grad()
-    def read(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Return what :meth:`gather` does, in the order of memory, and without a copy where one view holds all."""
-        columns = self._columns(tensors)
-        transposed = columns[0][0].stride(1) < columns[0][0].stride(2)
-        if transposed:
-            columns = [[view.transpose(1, 2) for view in views] for views in columns]
-        joined = [views[0] if len(views) == 1 else torch.cat(views) for views in columns]
-        rows = joined[0] if len(joined) == 1 else torch.cat(joined, dim=1 + transposed)
-        return rows.transpose(1, 2) if transposed else rows
+    def views(self, rows: Tensor, tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of rows, run by run, and of tensors in place of the parameters; None counts as zero."""
+        of_rows, of_tensors = list[Tensor](), list[Tensor]()
+        for (b, points, own_rows), tensor in zip(self.runs, tensors, strict=True):
+            of_rows.append(rows[points, own_rows])
+            if tensor is None:
+                of_tensors.append(rows.new_zeros(b.size))
+            else:
+                whole = tensor.contiguous()
+                of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
+        return of_rows, of_tensors
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Write rows into the parameters, or into their replacements in ``tensors``."""
+        """Write rows into the parameters, or into their replacements in ``tensors``, by one call."""
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
-        for run in self.runs:
-            target = run.block.tensor if tensors is None else tensors[run.block.tensor]
-            whole = target.contiguous()
-            run.block.of(whole).copy_(rows[run.points, run.rows])
+        parameters = self.parameters()
+        targets = parameters if tensors is None else [tensors[p] for p in parameters]
+        wholes = {t: t.contiguous() for t in targets}
+        parts, views = self.views(rows, map(wholes.get, targets))
+        torch._foreach_copy_(views, parts)
+        for target, whole in wholes.items():
             if whole is not target:
                 target.copy_(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def manifold_parameters_(
     if metric not in MANIFOLDS:
         raise ValueError(f'metric must be "inv" or "mix", got {metric!r}')
     pairs = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
-    found = stacks(p for p in pairs if p.metric is None)
+    found = stacks(replace(p, null=()) for p in pairs if p.metric is None)  # a dropped key bias stays a parameter
     if not found:
         raise ValueError(f"{type(model).__name__} has no symmetric pair that could become a point")
     points = {s: ManifoldParameter(s.gather(), manifold=s.manifold(metric)) for s in found}

@@ -148,4 +148,4 @@ def _pairs_of(
             one = path if x.dim() == 2 else f"{path}[{i}]"
             yield SymmetricPair(one, "point", group, (G,), (H,), metric=metric)
         else:
-            yield replace(point.stack.pairs[i], G=(G,), H=(H,), null=(), metric=metric)
+            yield replace(point.stack.pairs[i], G=(G,), H=(H,), metric=metric)

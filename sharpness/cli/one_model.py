@@ -163,9 +163,8 @@ def run(
 ) -> int:
     """Measure the sharpness of a model on data.
 
-    Measure by how much the loss of a model on data can rise within a ball around its
-    weights. Under torchrun (torchrun --nproc-per-node N -m sharpness run ...) the work
-    is spread over the processes, with the same result.
+    Measure by how much the loss of a model on data can rise within a ball around its weights. Under torchrun
+    (torchrun --nproc-per-node N -m sharpness run ...) the work is spread over the processes, with the same result.
 
     in a shell:
       sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512 --out result.json
@@ -178,16 +177,15 @@ def run(
         A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
     data
         Images: a folder of class folders; text: a .tsv, .csv, .jsonl or .parquet table; a folder saved by datasets
-        (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of a model of
-        transformers; or module:function, a function of yours that returns batches.
+        (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of transformers; or
+        module:function, a function of yours that returns batches.
     checkpoint
         Local weights for a named model (.safetensors, or a state dict saved by torch).
     measure
-        geodesic-inv, geodesic-mix, complete-inv, complete-mix, adaptive, euclidean, gradient-norm, riemannian-hessian,
-        euclidean-hessian; one or several.
+        One or several of geodesic-inv, geodesic-mix, complete-inv, complete-mix, adaptive, euclidean, gradient-norm,
+        riemannian-hessian, euclidean-hessian.
     rho
-        Radii of the ball (default: the measure's, from 0.05 for euclidean to 0.5 for adaptive); gradient norms and
-        Hessians have none.
+        Radii of the ball, by default the measure's own (0.05 to 0.5); gradient norms and Hessians have none.
     micro_batch
         Pass so many examples at a time, to save memory.
     normalize_logits
@@ -202,12 +200,46 @@ def run(
         Show no progress.
     """
     search = Search(**{f.name: chosen.pop(f.name) for f in fields(Search) if f.name in chosen})
+    choice = DataChoice(data, **chosen)
     passes: dict[str, Any] = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
     settings = {**asdict(search), **passes, "ablation": {}, "rho": rho, "keep_directions": figures is not None}
-    choice = DataChoice(data, **chosen)
     for name in measure:
         checked_radii(measure_of(name), rho)
-    read, folders = places(data), [path for path in places(data) if path.is_dir()]
+    _check_targets(model, data, checkpoint, out, figures)
+    with torchrun(where := checked_device(device)) as group:
+        leader = World(group).rank == 0
+        network, batches, remarks = _loaded(model, checkpoint, choice, where)
+        written: dict[str, Any] = {"remarks": remarks, "results": []}
+        print(*(f"{remark}\n" for remark in remarks if leader), sep="", end="", flush=True)
+        if leader and out is not None:
+            written |= {"command": command, "versions": versions(), "data": as_data(choice)}
+            written["model"] = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
+        for name in measure:
+            with naming(f"{model} on {data}"):
+                result = measured(name, network, batches, group=group, progress=leader and not quiet, **settings)
+            written["results"].append({"quantity": name, **result.to_dict()})
+            if leader:
+                print(result, end="\n\n", flush=True)
+                if out is not None:
+                    write_json(out, written)
+                if figures is not None and name not in LOCAL:
+                    _draw(figures, network, batches, result, passes)
+    return 0
+
+
+def _loaded(model: str, checkpoint: str | None, choice: DataChoice, device: torch.device) -> tuple[Any, Any, list[str]]:
+    """Load a model, its batches, and the remarks on both."""
+    loaded = models.load(model, checkpoint)
+    if checkpoint is None and loaded.folder is None and ":" not in model:
+        raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
+    batches = choice.load(loaded, device)
+    return loaded.model.to(device), batches, [*loaded.remarks, *batches.remarks]
+
+
+def _check_targets(model: str, data: str, checkpoint: str | None, out: Path | None, figures: Path | None) -> None:
+    """Check that results can be written, and that they replace nothing that is read."""
+    read = places(data)
+    folders = [path for path in read if path.is_dir()]
     if figures is not None:
         check_apart(figures, (), folders)
         with require_extra("figures need matplotlib", "plot"):
@@ -216,31 +248,6 @@ def run(
     if out is not None:
         check_file(out)
         check_apart(out, [*places(model), checkpoint, *read], folders)
-    where = checked_device(device)
-    with torchrun(where) as group:
-        leader = World(group).rank == 0
-        loaded = models.load(model, checkpoint)
-        if checkpoint is None and loaded.folder is None and ":" not in model:
-            raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
-        network, batches = loaded.model.to(where), choice.load(loaded, where)
-        written: dict[str, Any] = {"remarks": [*loaded.remarks, *batches.remarks], "results": []}
-        if leader:
-            print(*(f"{remark}\n" for remark in written["remarks"]), sep="", end="", flush=True)
-        if leader and out is not None:
-            source = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
-            written |= {"command": command, "versions": versions(), "model": source, "data": as_data(choice)}
-        for name in measure:
-            with naming(f"{model} on {data}"):
-                shown = leader and not quiet
-                result = measured(name, network, batches, group=group, progress=shown, **settings)
-            written["results"].append({"quantity": name, **result.to_dict()})
-            if leader:
-                print(result, end="\n\n", flush=True)
-            if leader and out is not None:
-                write_json(out, written)
-            if leader and figures is not None and name not in LOCAL:
-                _draw(figures, network, batches, result, passes)
-    return 0
 
 
 def _draw(figures: Path, model: Any, batches: Any, result: SharpnessResult, passes: dict[str, Any]) -> None:

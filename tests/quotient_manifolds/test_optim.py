@@ -24,10 +24,9 @@ from quotient_manifolds.optim import (
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
-from quotient_manifolds.optim import pairs as pairs_of_optimizers
 from quotient_manifolds.optim.base import is_number
-from quotient_manifolds.optim.metric import Metric
-from quotient_manifolds.optim.pairs import Bucket, Step, alone, orientation, reasons
+from quotient_manifolds.optim.pairs import alone, orientation, reasons
+from quotient_manifolds.optim.stack import Stack
 from quotient_manifolds.symmetries import (
     GL,
     SymmetricPair,
@@ -314,7 +313,7 @@ def test_state_of_another_version_is_refused(kind):
         lambda state: state.pop("moment H"),
     ):
         wrong = copy.deepcopy(saved)
-        change(wrong["buckets"][0]["state"])
+        change(wrong["stacks"][0]["state"])
         with pytest.raises(
             ValueError, match=r"the state of pairs has .* where this optimiser has .*: it is of another version"
         ):
@@ -336,7 +335,7 @@ def test_half_precision_weights_train_in_float32_geometry(dtype, kind):
     losses = train(model, optimizer, 30)
     assert losses[-1] < 0.8 * losses[0]
     assert {p.dtype for p in trainable(model)} == {dtype}
-    assert {b["state"]["moment G"].dtype for b in optimizer.state_dict()["buckets"]} == {torch.float32}
+    assert {b["state"]["moment G"].dtype for b in optimizer.state_dict()["stacks"]} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["adam", "muon"])
@@ -484,7 +483,7 @@ def test_maximize_is_minimising_the_negative(kind):
     ends = []
     for sign, options in ((1, {"maximize": True}), (-1, {})):
         torch.manual_seed(0)
-        model = lora()
+        model = lora(targets=("0",), modules_to_save=["2"])
         make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
         optimizer = make(trainable(model), find_symmetric_pairs(model), lr=1e-2, **options)
         torch.manual_seed(1)
@@ -542,7 +541,7 @@ def test_no_step_reads_from_the_device(kind, monkeypatch):
     wrong = type(optimizer)._step_pairs
 
     def reading(self, group, s):
-        float(s.squared_norm())
+        float(s.sizes.sum())
         wrong(self, group, s)
 
     monkeypatch.setattr(type(optimizer), "_step_pairs", reading)
@@ -683,7 +682,7 @@ def test_nan_gradients_are_an_error_and_change_nothing(kind):
     with pytest.raises(ValueError, match="NaN or infinite entries; no weight was changed"):
         optimizer.step()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    for a, b in zip(state["buckets"], optimizer.state_dict()["buckets"], strict=True):
+    for a, b in zip(state["stacks"], optimizer.state_dict()["stacks"], strict=True):
         assert all(torch.equal(a["state"][k], b["state"][k]) for k in a["state"])
 
 
@@ -706,7 +705,6 @@ def test_sums_in_half_precision_do_not_overflow():
 def off_the_cpu(monkeypatch):
     """Let the optimiser do on the CPU what it does where the host is not to read."""
     monkeypatch.setattr(base, "on_cpu", lambda x: False)
-    monkeypatch.setattr(pairs_of_optimizers, "_IN_CACHE", 10**9)
 
 
 def spoil(model, cause):
@@ -720,7 +718,7 @@ def spoil(model, cause):
 
 def full_state(optimizer):
     saved = optimizer.state_dict()
-    return copy.deepcopy([b["state"] for b in saved["buckets"]] + list(saved["state"].values()))
+    return copy.deepcopy([b["state"] for b in saved["stacks"]] + list(saved["state"].values()))
 
 
 @pytest.mark.parametrize("others", [True, False])
@@ -867,7 +865,7 @@ def test_a_pair_without_gradient_stays_as_it_is(kind):
         return optimizer, ends
 
     optimizer, found = run(4, range(3))
-    assert len(optimizer.state_dict()["buckets"]) == 1
+    assert len(optimizer.state_dict()["stacks"]) == 1
     _, alone = run(2, ())
     for step in range(3):
         assert torch.equal(found[step][2], found[0][2])
@@ -936,33 +934,46 @@ def test_one_factor_for_several_experts_is_no_pair():
     assert any("experts" in p.reason for p in found)
 
 
-@pytest.mark.parametrize("most", [1, 120, 10**9])
-@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
-def test_parts_do_not_matter(kind, most, monkeypatch):
-    """Pairs may be stepped one by one or joined; what is theirs lies in the same state."""
-    ends = []
-    for size in (2**16, most):
-        monkeypatch.setattr(pairs_of_optimizers, "_IN_CACHE", size)
-        torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(12, 12) for _ in range(3)], nn.Linear(12, 9))
-        model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "1", "2"], init_lora_weights=False))
-        train(model.double(), optimizer_of(model, kind), 5, schedule=False)
-        ends.append(model)
-    assert apart(*ends) < 1e-12
+class Kernels(TorchDispatchMode):
+    """Counts the calls that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not (function.is_view or "unsafe_view" in str(function)) and str(function).startswith("aten")
+        return function(*args, **(kwargs or {}))
 
 
-def test_numbers_of_a_bucket_lie_on_its_device():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_kernels_does_not_grow_with_that_of_adapters(kind, dtype):
+    counts = []
+    for number in (10, 200):
+        factors = [nn.Parameter(torch.randn(n, 2, dtype=dtype)) for _ in range(number) for n in (5, 4)]
+        pairs = [factor_pair(*factors[i : i + 2], name=f"pair {i}") for i in range(0, 2 * number, 2)]
+        optimizer = optimizer_of(nn.ParameterList(factors), kind, pairs=pairs, weight_decay=0.1)
+        optimizer.certify = False
+        for _ in range(2):  # in the first step crooked pairs move to another gauge
+            for p in factors:
+                p.grad = torch.randn_like(p)
+            with Kernels() as kernels:
+                optimizer.step()
+        counts.append(kernels.count)
+    assert counts[0] == counts[1] <= 150
+
+
+@torch.no_grad()
+def test_numbers_of_a_stack_lie_on_its_device():
     """Several may hold one model; the answer whether to step lies on the first."""
     model = lora(full_rank=True).to("meta")
     found = [p for p in adapter_pairs(model) if p.group is not None]
-    bucket = Bucket(found[:1], [0], False, 0)
+    stack = Stack(found[:1], [0], False, 0)
     for p in trainable(model):
         p.grad = torch.empty_like(p)
-    gradients = {p: p.grad for p in trainable(model)}
-    step = Step(bucket, [True], gradients, lambda bucket, M, N: Metric(M, N))
-    step.clip_(torch.tensor(0.5))
-    step.restrict(torch.tensor(True, device="meta"))
-    for t in (*step.times(step.x, step.only(step.metric.inverse_roots, 0)), *step.rows("moment", step.x)):
+    assert stack.begin({p: p.grad for p in trainable(model)})
+    stack.restrict(torch.tensor(True, device="meta"))
+    small = stack.products(stack.x, stack.g)
+    for t in (*stack.times(stack.x, stack.only(small, 0), "end"), stack.grams(stack.g, stack.sizes)[1], small):
         assert t.device.type == "meta"
 
 

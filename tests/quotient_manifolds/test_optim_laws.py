@@ -172,7 +172,7 @@ def test_the_state_is_no_larger_than_adamw():
         optimizer = make(model)
         train(model, optimizer, 2)
         found = optimizer.state_dict()
-        sizes.append(numbers(found["state"]) + sum(numbers(b["state"]) for b in found.get("buckets", [])))
+        sizes.append(numbers(found["state"]) + sum(numbers(b["state"]) for b in found.get("stacks", [])))
     assert sizes[1] <= sizes[0]
 
 
@@ -358,9 +358,10 @@ def test_no_step_is_long_where_the_product_is_small(sigma, momentum, monkeypatch
     options = {"momentum": momentum, "nesterov": momentum > 0}
     assert 0.499 < first_step(sigma * lr * G, H, T, lr, **options) <= 1.001 + (1 - momentum) / 2
 
-    def metric(self, bucket, M, N):  # what a floor that knows nothing of the rate would do
+    def metric(self, stack, grams):  # what a floor that knows nothing of the rate would do
+        M, N = grams.unbind(-3)
         floor = 1e-6 * trace(M @ N)[..., None, None]
-        return Metric(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
+        return Metric(M, N, stack.scale, torch.where(floor > 0, floor, 1))
 
     monkeypatch.setattr(QuotientMuon, "_metric", metric)
     if sigma == 1e-3:

@@ -311,6 +311,17 @@ def test_entries_in_no_pair_stay_parameters():
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["torch", "gpt2", "bert"])
+def test_dropped_key_biases_stay_parameters(name):
+    model, batch = made(name)
+    expected, before = outputs(model, batch), state(model)
+    points = manifold_parameters_(model, pairs=find_symmetric_pairs(model, key_bias="drop"))
+    assert points[0].shape[1] == points[0].manifold.n + points[0].manifold.m == 2 * (8 if name == "torch" else 16) + 1
+    torch.testing.assert_close(outputs(model, batch), expected, rtol=0, atol=0)
+    plain_parameters_(model)
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+
+
 def test_pairs_of_your_own_with_a_diagonal_group():
     model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double(), torch.randn(5, 4)
     G, H = [block(model[0], "weight", transpose=True), block(model[0], "bias")], [block(model[1], "weight")]
