@@ -300,7 +300,7 @@ class BlockStack:
             if tensor is None:
                 of_tensors.append(rows.new_zeros(b.size))
             else:
-                whole = tensor.contiguous()
+                whole = real_view(tensor.contiguous())
                 of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
         return of_rows, of_tensors
 
