@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sharpness
+from quotient_manifolds.optim import create_quotient_optimizer
 from quotient_manifolds.symmetries import (
     GL,
     NotASymmetryError,
@@ -358,6 +359,23 @@ def test_what_cannot_become_a_point_is_refused_and_nothing_changes():
     (point,) = manifold_parameters_(lora)
     assert tuple(point.shape) == (1, 10, 3)
     torch.testing.assert_close(lora(x), expected, rtol=0, atol=0)
+
+
+def test_the_optimisers_of_this_package_train_real_points_and_say_so_of_complex_ones():
+    model, batch = made("bert")
+    twin = copy.deepcopy(model)
+    manifold_parameters_(twin)
+    for m in (model, twin):
+        optimizer = create_quotient_optimizer(m, lr=1e-2, pairs=find_symmetric_pairs(m))
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(m, batch).backward()
+            optimizer.step()
+    torch.testing.assert_close(outputs(model, batch), outputs(twin, batch), rtol=1e-8, atol=1e-10)
+    model, _ = made("llama")
+    manifold_parameters_(model)
+    with pytest.raises(ValueError, match=r"is a complex point \(RoPE\).*plain_parameters_"):
+        create_quotient_optimizer(model, lr=1e-2)
 
 
 def test_two_kinds_in_two_calls():
