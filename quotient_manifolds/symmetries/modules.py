@@ -218,6 +218,9 @@ def running_copy(
     All passes draw the same random numbers. What changes their batch may be given to them.
     """
     twin = copied(model).double() if dtype == torch.float64 else copied(model).float()
+    for p in twin.parameters():
+        if p.is_complex():  # points, which no such method of a module reaches
+            p.data = p.data.to(dtype.to_complex())
     batch = widened(batch, dtype)
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
 
