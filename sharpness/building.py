@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import Block as Part
-from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
+from quotient_manifolds.symmetries.modules import check_model, is_point, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.points import point_pairs
 from quotient_manifolds.symmetries.registry import candidates
@@ -25,7 +25,7 @@ from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
 from .errors import words_of
 from .measures import ElementwiseBlock, Measure, PairBlock
-from .points import Block, PointBlock, is_point
+from .points import Block, PointBlock, check_points
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
@@ -158,10 +158,12 @@ def divide(
     Division
     """
     known: Sequence[SymmetricPair] = ()
+    if points := any(map(is_point, parameters.values())):
+        check_points(measure, parameters)
     if measure.divides:
         pairs = form.pairs if form is not None else pairs
         known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
-    if measure.takes_points:  # also those beside the pairs that a caller gives
+    if measure.takes_points and points:  # also those beside the pairs that a caller gives
         names = {p.name for p in known}
         known = [*known, *(p for p in point_pairs(model) if p.name not in names)]
     moving = set(parameters.values())

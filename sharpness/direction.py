@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import as_count, in_double
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import is_sharded, to_device
+from quotient_manifolds.symmetries.modules import is_point, is_sharded, to_device
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import canonical_form
 
@@ -21,7 +21,7 @@ from .building import block_class, divide, named_weights
 from .losses import LossFunction, Objective, to_float32
 from .measures import Measure
 from .perturb import becomes_float32, pointing_to, preserved
-from .points import PointBlock, is_point
+from .points import PointBlock
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What every measurement does before its loop: the space that the first batch helps to find, and a batch's loss in it."""
+"""What a measurement does before its loop: the space that the first batch helps to find, and the loss of each batch there."""
 
 from __future__ import annotations
 

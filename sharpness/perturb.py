@@ -1,4 +1,4 @@
-"""Temporarily moved weights, and gradients there: only this file and, for shards, :mod:`.sharded` move a model."""
+"""Temporarily moved weights, and gradients there: only this file and, for shards, ``sharded.py`` move a model."""
 
 from __future__ import annotations
 

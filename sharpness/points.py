@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, TypeGuard
 
 import geoopt
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from quotient_manifolds.linalg import in_double, standard_normal
 from quotient_manifolds.symmetries.blocks import real_view
+from quotient_manifolds.symmetries.modules import is_point
 
 from .measures import ElementwiseBlock, Measure, PairBlock, Tensors
 
@@ -19,11 +19,6 @@ from .measures import ElementwiseBlock, Measure, PairBlock, Tensors
 _LARGEST = 2**22
 #: Length at which the derivative of a retraction at 0 is taken: there itself, geoopt's divide by the length.
 _NEAR = 1e-5
-
-
-def is_point(p: Tensor) -> TypeGuard[Any]:
-    """Tell whether a parameter states the metric in which it is measured."""
-    return isinstance(p, geoopt.ManifoldParameter)
 
 
 def check_points(measure: Measure, parameters: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from quotient_manifolds.symmetries.certificate import Certification
 from .building import build_blocks, divide, trainable, warn_of_unknown
 from .measures import Measure, PairBlock, get_measure
 from .perturb import pointing_to
-from .points import Block, check_points
+from .points import Block
 
 
 def _build(
@@ -34,7 +34,6 @@ def _build(
         raise ValueError(
             f"{type(base).__name__} trains no parameter of this {type(model).__name__}; make it from model.parameters()"
         )
-    check_points(measure, parameters)
     for name, p in parameters.items():
         if p.dtype != at_least_float32(p.dtype):
             raise ValueError(

@@ -20,7 +20,7 @@ from .direction import Direction
 from .distributed import World
 from .measures import Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
-from .points import Block, check_points
+from .points import Block
 from .shares import Places
 
 
@@ -140,7 +140,6 @@ class WeightSpace:
         self.world = World()
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model, only))
-        check_points(measure, self.parameters)
         moving = list(self.parameters.values())
         self._offload, self.model_device = offload, moving[0].device
         self.device = torch.device("cpu") if offload else self.model_device

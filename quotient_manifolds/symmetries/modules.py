@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
+from geoopt import ManifoldParameter
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -32,6 +33,11 @@ def check_model(model: object) -> None:
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
     return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
+
+
+def is_point(p: Tensor) -> TypeGuard[Any]:
+    """Return whether a parameter states the manifold on which it lies."""
+    return isinstance(p, ManifoldParameter)
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
