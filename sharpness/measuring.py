@@ -1,4 +1,4 @@
-"""What a measurement does before its loop: the space that the first batch helps to find, and the loss of each batch there."""
+"""Before the loop of a measurement: the space that the first batch helps to find, and the loss of each batch in it."""
 
 from __future__ import annotations
 
