@@ -181,5 +181,6 @@ def as_count(name: str, value: Any, *, least: int = 1, most: float = math.inf) -
     except TypeError:
         number = least - 1
     if not least <= number < most:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        above = "" if most == math.inf else f" and below {most}"
+        raise ValueError(f"{name} must be a whole number of at least {least}{above}, got {value!r}")
     return number

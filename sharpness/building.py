@@ -7,8 +7,8 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import geoopt
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import Block as Part
-from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
+from quotient_manifolds.symmetries.modules import check_model, is_point, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
+from quotient_manifolds.symmetries.points import point_pairs
 from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
 from .errors import words_of
-from .measures import Block, ElementwiseBlock, Measure, PairBlock
+from .measures import ElementwiseBlock, Measure, PairBlock
+from .points import Block, PointBlock, check_points
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
@@ -69,7 +71,8 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             "device that holds numbers"
         )
     for name, p in found.items():
-        if not p.is_floating_point() or p.element_size() < 2:  # integers, float8
+        measured = p.is_floating_point() or (is_point(p) and p.is_complex())
+        if not measured or p.element_size() < 2:  # integers, float8
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
         if p.is_inference():
             raise ValueError(
@@ -78,11 +81,6 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             )
         if not is_sharded(p) and not finite(p):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
-        if isinstance(p, geoopt.ManifoldParameter) and not isinstance(p.manifold, geoopt.Euclidean):
-            raise ValueError(
-                f"parameter {name!r} is a point of the manifold {p.manifold}, which a step in flat weights would "
-                "leave; leave it out by only=, or freeze it with requires_grad_(False)"
-            )
     _check_memory(model, found)
     return found
 
@@ -160,12 +158,20 @@ def divide(
     Division
     """
     known: Sequence[SymmetricPair] = ()
+    if points := any(map(is_point, parameters.values())):
+        check_points(measure, parameters)
     if measure.divides:
         pairs = form.pairs if form is not None else pairs
         known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
+    if measure.takes_points and points:  # also those beside the pairs that a caller gives
+        names = {p.name for p in known}
+        known = [*known, *(p for p in point_pairs(model) if p.name not in names)]
     moving = set(parameters.values())
     # The representative that a stack uses may have other signs.
-    divided = [p for p in known if p.group is not None and not p.group.positive and measure.symmetry in ("all", p.kind)]
+    divided = [
+        p for p in known
+        if p.group is not None and not p.group.positive and (p.metric or measure.symmetry in ("all", p.kind))
+    ]  # fmt: skip
     if only_some:
         divided = [p for p in divided if moving.issuperset(p.parameters())]
     for pair in divided:
@@ -261,12 +267,17 @@ def build_blocks(
     for p, mask in division.constant.items():
         covered[p] = mask | covered[p] if p in covered else mask
     single: list[Block] = [
-        ElementwiseBlock(p, measure, dtype, covered.get(p), division.lengths.get(p))
-        for p in parameters.values()
+        PointBlock(name, p, dtype) if measure.takes_points and is_point(p)
+        else ElementwiseBlock(p, measure, dtype, covered.get(p), division.lengths.get(p))
+        for name, p in parameters.items()
         if p not in covered or not bool(covered[p].all())
-    ]
-    kind = measure.pair_block or PairBlock
-    return single + [kind(s, measure, dtype) for s in division.stacks]
+    ]  # fmt: skip
+    return single + [block_class(measure, s)(s, measure, dtype) for s in division.stacks]
+
+
+def block_class(measure: Measure, stack: PairStack) -> Any:
+    """Return the class of a stack's block: a measure's own is not for points, whose metric is their own."""
+    return PairBlock if stack.metric else measure.pair_block or PairBlock
 
 
 def warn_of_unknown(model: nn.Module) -> None:

@@ -99,7 +99,7 @@ class DataChoice:
     def __post_init__(self) -> None:
         for name, least in {"batch_size": 1, "batches": 1, "num_examples": 1, "subset_seed": 0}.items():
             if getattr(self, name) is not None:
-                as_count(name, getattr(self, name), least=least)
+                object.__setattr__(self, name, as_count(name, getattr(self, name), least=least))
 
     def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
         """Read the batches for a model.

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import as_count
+from quotient_manifolds.linalg import as_count, in_double
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import is_sharded, to_device
+from quotient_manifolds.symmetries.modules import is_point, is_sharded, to_device
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import canonical_form
 
-from .building import divide, named_weights
+from .building import block_class, divide, named_weights
 from .losses import LossFunction, Objective, to_float32
-from .measures import Measure, PairBlock
+from .measures import Measure
 from .perturb import becomes_float32, pointing_to, preserved
+from .points import PointBlock
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,16 @@ def _along(
         base = {} if form is None else form.values
         with pointing_to(model, base):
             division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
-            kind = measure.pair_block or PairBlock
-            blocks = [kind(s, measure, torch.float64, at_model=True) for s in division.stacks]
+            blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in division.stacks]
+            inside = {p for s in division.stacks for p in s.parameters()}
+            alone = {name: p for name, p in moving.items() if measure.takes_points and is_point(p) and p not in inside}
+            points = [PointBlock(name, p, torch.float64) for name, p in alone.items()]
 
     @torch.no_grad()
     def moved(t: float) -> dict[Tensor, Tensor]:
-        weights = {p: (base.get(p, p).double() + t * v.double()).to(v.dtype) for p, v in vector.items()}
+        weights = {p: (in_double(base.get(p, p)) + t * in_double(v)).to(v.dtype) for p, v in vector.items()}
+        for point in points:
+            weights[point.parameter].copy_(point.retract(t * in_double(vector[point.parameter])))
         for block in blocks:
             u = block.stack.gather(vector)
             block.stack.scatter_(block.retract(t * u.to(block.tangent.x.dtype)), weights)

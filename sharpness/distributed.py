@@ -1,4 +1,4 @@
-"""Work spread over processes; the only file that uses torch.distributed."""
+"""Work spread over processes. All else that talks to other processes is FSDP2's DTensor, in :mod:`.sharded`."""
 
 from __future__ import annotations
 

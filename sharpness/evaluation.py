@@ -215,9 +215,10 @@ def _evaluate(
                 for start in range(starts):
                     result, point = climb.worst(rho, start, last=(rho, start + 1) == (max(radii), starts))
                     if best is None or result.value > best.value:
-                        room = not sharded and len(directions) * space.dim * space.dtype.itemsize < _DIRECTIONS
+                        size = (len(directions) + 1) * space.dim * space.dtype.itemsize  # with this one
                         best = result
-                        direction = space.direction(point) if (room if keep is None else keep) else None
+                        wanted = not sharded and size <= _DIRECTIONS if keep is None else keep
+                        direction = space.direction(point) if wanted else None
                     del point  # as large as the model
                 assert best is not None
                 if best.rho < rho:  # how far the search got there says nothing of this ball

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .measures import PairBlock
+from .points import PointBlock
 from .space import WeightSpace
 
 
@@ -68,6 +69,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
+        self._along_manifolds = any(isinstance(b, PointBlock) for b in space.blocks)
         if not all(b.quadratic for b in space.blocks if isinstance(b, PairBlock)):
             raise ValueError(
                 "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
@@ -89,6 +91,8 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         self.num_matvecs += 1
         space.move_to(None)
         v = space.project(v)
+        if self._along_manifolds:
+            return self._by_differences(v)
         velocity = {p: torch.zeros_like(copy) for p, copy in space.copies.items()}
         with torch.no_grad():
             for block, c in space.each(v):
@@ -100,6 +104,17 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
         straight = space.pull_back(dict(first), None)
         return space.pull_back(second, None).add_(space.pull_back(first, v)).sub_(straight)
+
+    def _by_differences(self, v: Tensor) -> Tensor:
+        """Differentiate the gradient along ±hv, with h³ the rounding error: retractions of geoopt are not quadratic."""
+        space, length = self.space, self.space.norm(v)
+        h, sides = torch.finfo(space.dtype).eps ** (1 / 3) / (length or 1.0), list[Tensor]()
+        for side in (h, -h):
+            space.move_to(v * side)
+            found = self.losses()
+            gradient = space.differentiate([found] if isinstance(found, Tensor) else found)
+            sides.append(space.pull_back(gradient, v * side))
+        return sides[0].sub_(sides[1]).div_(2 * h)
 
     def eigenvalues(self, count: int = 1, *, seed: int = 0, tol: float = 1e-4) -> np.ndarray:
         """Find the largest eigenvalues (in value, not in size) by Lanczos' method.

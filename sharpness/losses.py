@@ -227,7 +227,7 @@ class Objective:
 
 def rounding_error(model: nn.Module) -> float:
     """Return that of the model's roughest weights."""
-    return max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+    return max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point() or p.is_complex())
 
 
 def to_float32(batch: Any) -> Any:

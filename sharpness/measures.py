@@ -1,9 +1,9 @@
 r"""Measures: a metric on all weights of a model and a retraction; and the blocks of weights that compute them.
 
 A tangent vector is stored in *coordinates in which the metric is the identity*, so norms and inner products are plain
-sums, and the ball is a Euclidean ball. A block has the weights of one parameter (:class:`ElementwiseBlock`), or a stack
-of symmetric pairs (:class:`PairBlock`). For another metric or motion of pairs, derive from :class:`PairBlock`, and name
-the class as the ``pair_block`` of a subclass of :class:`Measure`.
+sums, and the ball is a Euclidean ball. A block has the weights of one parameter (:class:`ElementwiseBlock`; a point of
+a manifold: :mod:`sharpness.points`), or a stack of symmetric pairs (:class:`PairBlock`). For another metric or motion
+of pairs, derive from :class:`PairBlock`, and name the class as the ``pair_block`` of a subclass of :class:`Measure`.
 """
 
 from __future__ import annotations
@@ -105,6 +105,11 @@ class Measure:
     def divides(self) -> bool:
         """Whether pairs are taken modulo their symmetry."""
         return self.pair_metric is not None and self.symmetry != "none"
+
+    @property
+    def takes_points(self) -> bool:
+        """Whether every ``geoopt.ManifoldParameter`` moves along its manifold, in the metric that it states."""
+        return self.pair_metric is not None and self.form == "own"
 
 
 #: The measures by name.
@@ -299,7 +304,8 @@ class PairBlock:
         It has the attributes and methods of :class:`quotient_manifolds.GLTangentSpace` that are used here: ``x``,
         ``retr``, ``coordinates``, ``from_coordinates``, ``dual_coordinates``, ``project_coordinates`` and ``random``.
         """
-        return GLTangentSpace(METRICS[str(self.measure.pair_metric)], gauge, x, tolerance=self._tolerance)
+        metric = METRICS[str(self.stack.metric or self.measure.pair_metric)]
+        return GLTangentSpace(metric, gauge, x, tolerance=self._tolerance)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all pairs."""
@@ -383,7 +389,3 @@ class PairBlock:
         if self.measure.geodesic != "exact":
             return 0
         return int(self.tangent.exit_time(self._vector(c)).isfinite().sum())
-
-
-#: A block of either kind.
-Block = ElementwiseBlock | PairBlock

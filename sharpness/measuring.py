@@ -1,4 +1,4 @@
-"""The loop of every measurement: the space that the first batch helps to find, and the loss of each batch in it."""
+"""Before the loop of a measurement: the space that the first batch helps to find, and the loss of each batch in it."""
 
 from __future__ import annotations
 

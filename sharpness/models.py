@@ -217,7 +217,8 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         state = state["state_dict"]
     if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor) for v in state.values()):
         raise ValueError(f"{path} holds no state dict (a mapping of names to tensors)")
-    return {str(k).removeprefix("module."): v for k, v in state.items()}
+    prefix = "module." if all(str(k).startswith("module.") for k in state) else ""  # of a wrapper such as DDP
+    return {str(k).removeprefix(prefix): v for k, v in state.items()}
 
 
 def _from_function(name: str) -> LoadedModel:

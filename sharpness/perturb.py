@@ -1,4 +1,4 @@
-"""Temporarily moved weights, and gradients there: the only file that changes a model."""
+"""Temporarily moved weights, and gradients there: only this file and, for shards, ``sharded.py`` move a model."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Gradients:
         first, second = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         for loss in losses:
             grads = torch.autograd.grad(loss, self._parameters, create_graph=True, materialize_grads=True)
-            slopes = ((g * moving[p]).sum() for p, g in zip(self._parameters, grads, strict=True))
+            slopes = ((g.conj() * moving[p]).real.sum() for p, g in zip(self._parameters, grads, strict=True))
             slope = sum(slopes, start=loss.new_zeros(()))
             twice = grads[:0]
             if slope.requires_grad:

@@ -273,9 +273,10 @@ class SharpnessResult:
         value = f"{float(self):.6g}" + (f" ± {_spread(self):.2g}" if count > 1 else "")
         line = f"gradient norm of {self.model} in the metric of {self.measure.name}: {value}, {batches}"
         if self.trace is not None:
+            error = "" if self.std_error is None else f" ± {self.std_error:.2g}"
             line = (
                 f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {value}, "
-                f"trace {self.trace:.6g} ± {self.std_error or 0.0:.2g}, {batches}"
+                f"trace {self.trace:.6g}{error}, {batches}"
             )
         return "\n".join([line, *self.remarks])
 

@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from quotient_manifolds.linalg import as_count, at_least_float32
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.blocks import real_view
 from quotient_manifolds.symmetries.certificate import Certification
 
 from .building import build_blocks, divide, trainable, warn_of_unknown
-from .measures import Block, ElementwiseBlock, Measure, PairBlock, get_measure
+from .measures import Measure, PairBlock, get_measure
 from .perturb import pointing_to
+from .points import Block
 
 
 def _build(
@@ -41,7 +43,7 @@ def _build(
     if pairs is None and measure.divides:
         warn_of_unknown(model)
     division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
-    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype, division)
+    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype.to_real(), division)
     if measure.pair_block is not None:
         raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
     return list(parameters.values()), blocks
@@ -147,7 +149,7 @@ class GeodesicSAM(Optimizer):
         self._dropped = dropped.intersection(self._parameters)  # these are written by no block
         self._copies: dict[Tensor, Tensor] = {}  # kept: to allocate memory costs more than the arithmetic
         self._count, self._pending = 0, False
-        if isinstance(base_optimizer, QuotientOptimizer) and measure.divides:
+        if isinstance(base_optimizer, QuotientOptimizer):
             base_optimizer.certify = False  # its gradients will belong to other weights
 
     def __getattr__(self, name: str) -> Any:
@@ -201,9 +203,9 @@ class GeodesicSAM(Optimizer):
                     block.refresh(factorise=factorise)
                     steps.append(block.tangent.egrad2rgrad(block.stack.gather(gradients)))
                     squares.append(block.tangent.inner(steps[-1]).sum())
-                elif isinstance(block, ElementwiseBlock):
+                else:
                     block.refresh()
-                    steps.append(copies[block.parameter].contiguous().view(-1))  # the copy itself, if it may be
+                    steps.append(real_view(copies[block.parameter]).contiguous().view(-1))  # that memory, if it may be
                     block.pull_back_(steps[-1], gradients, None)
                     squares.append(torch.linalg.vector_norm(steps[-1]).square())
             norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())

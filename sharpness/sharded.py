@@ -17,8 +17,9 @@ from quotient_manifolds.symmetries.whole import State, canonical_form
 
 from .building import build_blocks, divide
 from .distributed import World, check_sharded, reshard, twin_of
-from .measures import Block, Measure
+from .measures import Measure
 from .perturb import Gradients
+from .points import Block
 from .space import WeightSpace
 
 

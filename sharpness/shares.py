@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import Block as Part
 
-from .measures import Block, PairBlock
+from .measures import PairBlock
+from .points import Block
 
 #: The parts of a network, in the order of tables.
 PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
@@ -132,14 +133,17 @@ class Places:
         found: dict[Place, float] = {}
         for place, square in (entry for block, c in vector for entry in self._of_block(block, c)):
             found[place] = found.get(place, 0.0) + square
-        layers = list(dict.fromkeys(self._layers.values()))
+        layers = list(dict.fromkeys([*self._layers.values(), *(layer for layer, *_ in found)]))
         places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
         return {place: found[place] for place in places if found[place] > 0}
 
     def _of_block(self, block: Block, c: Tensor) -> Iterator[tuple[Place, float]]:
         if isinstance(block, PairBlock):
             for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
-                yield (self._layers[pair.G[0].tensor], _part_of_pair(pair), pair.head), square
+                layer = self._layers[pair.G[0].tensor]
+                if pair.metric and pair.kind != "point":  # weights that are computed from a point
+                    layer = _block(pair.module)
+                yield (layer, _part_of_pair(pair), pair.head), square
         else:
             p, squares = block.parameter, c.square()
             for name, part in self._inside.get(p, ()):

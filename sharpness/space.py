@@ -18,8 +18,9 @@ from .ascent import norm
 from .building import build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
-from .measures import Block, Measure, PairBlock
+from .measures import Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
+from .points import Block
 from .shares import Places
 
 
@@ -87,7 +88,7 @@ class WeightSpace:
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
     dim : int
         Number of coordinates.
-    blocks : list of ElementwiseBlock or PairBlock
+    blocks : list of ElementwiseBlock, PairBlock or PointBlock
         Squared norms add up over them.
     model_device : torch.device
         That of the weights, to which batches belong.
@@ -142,7 +143,7 @@ class WeightSpace:
         moving = list(self.parameters.values())
         self._offload, self.model_device = offload, moving[0].device
         self.device = torch.device("cpu") if offload else self.model_device
-        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in moving), torch.float32)
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
         self.above_base = stands_on_narrow_base(model, moving)
         #: Whether the whole half-precision model is in float32 while attached.
         self.in_float32 = becomes_float32(model, moving)

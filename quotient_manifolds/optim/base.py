@@ -146,7 +146,7 @@ class QuotientOptimizer(Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        own = {p for group in self.param_groups for p in group["params"]}
+        own = {p: None for group in self.param_groups for p in group["params"]}  # in this order
         check_places(self._places, own)
         gradients = {p: p.grad for p in own if p.grad is not None}
         if any(g.is_sparse for g in gradients.values()):

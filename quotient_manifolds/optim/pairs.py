@@ -69,6 +69,11 @@ def group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
                 f"pair {pair.name!r}: {b.place} is not among the optimiser's parameters but the rest of the pair is; "
                 "pass both factors"
             )
+        if b.tensor.is_complex():
+            raise ValueError(
+                f"pair {pair.name!r} is a complex point (RoPE), but this optimiser trains real weights; call "
+                "plain_parameters_ before, or train the points by geoopt's optimisers"
+            )
         if is_sharded(b.tensor):
             raise ValueError(
                 f"pair {pair.name!r} has a sharded parameter ({type(b.tensor).__name__}; FSDP, DTensor or ZeRO-3), but "

@@ -13,6 +13,7 @@ from .stacks import PairStack, spectra, stacks
 if TYPE_CHECKING:
     from .attention import Heads, Projection, attention_pairs
     from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
+    from .parameters import manifold_parameters_, plain_parameters_
     from .registry import UnknownAttentionError, check_coverage, register_attention, skip
 
 
@@ -38,8 +39,10 @@ __all__ = [
     "factor_pair",
     "find_symmetric_pairs",
     "lora_pairs_by_name",
+    "manifold_parameters_",
     "model_distance",
     "pair",
+    "plain_parameters_",
     "register_attention",
     "skip",
     "spectra",
@@ -50,7 +53,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what only some programs use: optimisers of adapters do without the classes of attention."""
-    for file in (".attention", ".registry", ".discovery", "..compare") if name in __all__ else ():
+    for file in (".attention", ".registry", ".discovery", ".parameters", "..compare") if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):
             return getattr(module, name)

@@ -102,13 +102,18 @@ def random_elements(x: Tensor, condition: float, generator: torch.Generator) -> 
     return ((U * (condition**exponent).unsqueeze(-2)) @ V.mH).to(x.device)
 
 
+def real_view(t: Tensor) -> Tensor:
+    """View complex numbers as two real ones, (…, 2); return real tensors unchanged."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
 @dataclass(frozen=True)
 class Block:
     """A strided view of a parameter, as some rows of a stack with h columns; :func:`block` makes one.
 
     The parameter is looked up at every use, so the block follows when it is replaced (``load_state_dict(assign=True)``,
-    wrappers). The view is given in elements of the contiguous parameter of that shape; ``size`` is (rows, h), or (rows,
-    h, 2) for complex columns.
+    wrappers). The view is given in real elements of the contiguous parameter of that shape; ``size`` is (rows, h), or
+    (rows, h, 2) for complex columns.
     """
 
     module: nn.Module = field(repr=False)
@@ -150,12 +155,14 @@ class Block:
     @classmethod
     def from_view(cls, module: nn.Module, attribute: str, view: Callable[[Tensor], Tensor]) -> Block:
         """Describe a view of a contiguous tensor of the parameter's shape, such as ``lambda w: w[:2].T``."""
-        shape = tuple(getattr(module, attribute).shape)
-        part = view(torch.empty(shape, device="meta"))
+        whole: Tensor = getattr(module, attribute)
+        shape = tuple(whole.shape)
+        part = view(torch.empty(shape, dtype=torch.complex64 if whole.is_complex() else None, device="meta"))
         return cls(module, attribute, shape, int(part.storage_offset()), tuple(part.shape), tuple(part.stride()))
 
     def of(self, whole: Tensor) -> Tensor:
         """View the block in a contiguous tensor of the parameter's shape."""
+        whole = real_view(whole)
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
     def replaced(self, whole: Tensor, rows: Tensor) -> Tensor:
@@ -276,7 +283,7 @@ class BlockStack:
         for run in self.runs:
             p = run.block.tensor
             source = p if tensors is None else tensors.get(p)
-            view = p.new_zeros(run.block.size) if source is None else run.block.of(source.contiguous())
+            view = real_view(p).new_zeros(run.block.size) if source is None else run.block.of(source.contiguous())
             columns.setdefault(run.rows.start, []).append(view)
         return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 
@@ -293,7 +300,7 @@ class BlockStack:
             if tensor is None:
                 of_tensors.append(rows.new_zeros(b.size))
             else:
-                whole = tensor.contiguous()
+                whole = real_view(tensor.contiguous())
                 of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
         return of_rows, of_tensors
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double, standard_normal
-from .blocks import random_elements
+from .blocks import random_elements, real_view
 from .pairs import UNCERTIFIED, SymmetricPair
 from .stacks import PairStack, stacks
 
@@ -166,7 +166,7 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
     the left the products are two to six times faster than with few columns on the right. For a diagonal group C is one
     number per column.
     """
-    like = stack.group.to_point(stack.pairs[0].G[0].tensor.new_empty(1, 0, *stack.group.columns))
+    like = stack.group.to_point(real_view(stack.pairs[0].G[0].tensor).new_empty(1, 0, *stack.group.columns))
     wide, h = at_least_float32(like.dtype), like.shape[-1]
     for p in stack.parameters():
         wide = torch.promote_types(wide, gradients.get(p, like).dtype)

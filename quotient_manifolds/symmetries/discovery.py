@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved, output_gradients
 from .examination import examine_model
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .modules import Wide, check_model, default_forward, plain_names, running_copy
+from .modules import Wide, check_model, default_forward, is_point, plain_names, running_copy
 from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
+from .points import point_pairs
 from .registry import handler_of
 from .stacks import PairList, stacks, without_sharing
 
@@ -56,9 +57,9 @@ def find_symmetric_pairs(
     Returns
     -------
     PairList
-        A Q–K and a V–O pair for each head and one pair for each LoRA adapter, in the order of the modules. Pairs
-        without a symmetry or with frozen parameters have ``group=None`` and a ``reason``. ``print`` groups them by
-        layer.
+        A Q–K and a V–O pair for each head and one pair for each LoRA adapter, in the order of the modules, and one for
+        each point of a quotient among the parameters. Pairs without a symmetry or with frozen parameters have
+        ``group=None`` and a ``reason``. ``print`` groups them by layer.
 
     Raises
     ------
@@ -114,6 +115,11 @@ def _claimed(
     if prefix_tuned(model):
         whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
     found = without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole])))
+    if any(map(is_point, model.parameters())):
+        points = {p.name: p for p in point_pairs(model, include_frozen)}  # of which some hold the weights of modules
+        computed = {p.module for p in points.values() if p.kind != "point"}
+        found = [p for p in found if p.group is not None or p.name in points or p.module not in computed]
+        found = [points.pop(p.name, p) for p in found] + list(points.values())
     return PairList(replace(p, model=model) for p in found)
 
 

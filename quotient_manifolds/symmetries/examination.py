@@ -8,7 +8,7 @@ that
 .. math:: \langle C, Λ \rangle = 0 \quad \text{for all } Λ \text{ of its Lie algebra}
 
 admits. C is linear in the cotangent, so one random cotangent decides each hypothesis at these inputs, except on a set
-of measure zero. A finite move then confirms what is divided out.
+of measure zero; two are taken, for inputs by chance special. A finite move then confirms what is divided out.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
+from geoopt import ManifoldParameter
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -32,6 +33,11 @@ def check_model(model: object) -> None:
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
     return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
+
+
+def is_point(p: Tensor) -> TypeGuard[Any]:
+    """Return whether a parameter states the manifold on which it lies."""
+    return isinstance(p, ManifoldParameter)
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
@@ -218,6 +224,9 @@ def running_copy(
     All passes draw the same random numbers. What changes their batch may be given to them.
     """
     twin = copied(model).double() if dtype == torch.float64 else copied(model).float()
+    for p in twin.parameters():
+        if p.is_complex():  # points, which no such method of a module reaches
+            p.data = p.data.to(dtype.to_complex())
     batch = widened(batch, dtype)
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
 

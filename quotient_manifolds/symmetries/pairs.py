@@ -52,6 +52,8 @@ class SymmetricPair:
         query. A block that was removed from H (``find_symmetric_pairs(key_bias="drop")``) is left out of every measure.
     scale : float
         s: α/r for LoRA as it was when the pair was found, otherwise 1. Optimisers and distances count it.
+    metric : {"inv", "mix", None}
+        That of a point which states its own: a ``geoopt.ManifoldParameter``.
     model : Module or None
         The model in which the pair was found, and in which an optimiser expects its parameters.
 
@@ -84,6 +86,7 @@ class SymmetricPair:
     frozen: bool = False
     null: tuple[Block, ...] = field(default=(), repr=False)
     scale: float = 1.0
+    metric: str | None = None
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -267,7 +268,8 @@ def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[S
         cls = name.rpartition(".")[2]
         return no_pair(path, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
     owners = (module, *module.children(), getattr(module, "config", None))
-    heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
+    numbers = (getattr(o, name, None) for o in owners for name in _HEADS)
+    heads = int(next(n for n in numbers if isinstance(n, Integral)))
     fits: list[Heads] = []
     for kind in ("qk", "vo"):
         found = [p for p in possible_heads(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]

@@ -1,6 +1,6 @@
 """What the names of a layer's parameters say: the roles of attention's weights, and possible pairs of other layers.
 
-Names and shapes propose; a gradient and a move decide what holds (:mod:`.examination`).
+Names and shapes propose; gradients and a move decide what holds (:mod:`.examination`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gauge import canonical_gauge
 from ..linalg import in_double
-from .blocks import GL, Block, BlockStack
+from .blocks import GL, Block, BlockStack, Run, real_view
 from .modules import is_sharded
 from .pairs import SHARED, SymmetricPair, check_pairs, refused
 
@@ -33,6 +33,8 @@ class PairStack:
     group : GL
     n, m : int
         Rows of every G and H.
+    metric : {"inv", "mix", None}
+        That of the pairs, if they are points that state one.
 
     Raises
     ------
@@ -60,13 +62,18 @@ class PairStack:
         first = self.pairs[0]
         self.group: GL = first.usable_group()
         for p in self.pairs:
-            if (p.group, p.layout) != (first.group, first.layout):
-                raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape or group; see stacks()")
-        self.n, self.m = first.n, first.m
+            if (p.group, p.layout, p.metric) != (first.group, first.layout, first.metric):
+                raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape, group or metric; see stacks()")
+        self.n, self.m, self.metric = first.n, first.m, first.metric
         self._rows = BlockStack([p.G + p.H for p in self.pairs])
 
     def __len__(self) -> int:
         return len(self.pairs)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The strided views of which the rows consist."""
+        return self._rows.runs
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
@@ -74,7 +81,7 @@ class PairStack:
 
     def parameters(self) -> list[Tensor]:
         """List the parameters involved, each once, including those of dropped blocks."""
-        blocks = [*(run.block for run in self._rows.runs), *(b for p in self.pairs for b in p.null)]
+        blocks = [*(run.block for run in self.runs), *(b for p in self.pairs for b in p.null)]
         return list({id(b.tensor): b.tensor for b in blocks}.values())
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
@@ -92,7 +99,7 @@ class PairStack:
 
     def views(self, tensors: Mapping[Tensor, Tensor]) -> Iterator[tuple[slice, bool, Tensor, Tensor]]:
         """Yield (indices of pairs, whether the rows are of G, some rows of points, the same rows of ``tensors``)."""
-        for run in self._rows.runs:
+        for run in self.runs:
             p = run.block.tensor
             if p in tensors:
                 x, y = (self.group.to_point(run.block.of(t.contiguous())) for t in (p, tensors[p]))
@@ -100,7 +107,7 @@ class PairStack:
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
-    """Sort the usable pairs by group, shape, block layout, dtype and device, and stack each kind.
+    """Sort the usable pairs by group, shape, block layout, metric, dtype and device, and stack each kind.
 
     Parameters
     ----------
@@ -124,7 +131,7 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
     for p in check_pairs(pairs):
         if p.group is not None:
             like = p.G[0].tensor
-            alike.setdefault((p.group, p.layout, like.dtype, like.device), []).append(p)
+            alike.setdefault((p.group, p.layout, p.metric, like.dtype, like.device), []).append(p)
     return [PairStack(found) for found in alike.values()]
 
 
@@ -133,7 +140,7 @@ def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
     masks: dict[Tensor, Tensor] = {}
     for b in (b for s in found for p in s.pairs for b in p.G + p.H + p.null):
         if (t := b.tensor) not in masks:
-            masks[t] = torch.zeros(t.shape, dtype=torch.bool, device=t.device)
+            masks[t] = torch.zeros(real_view(t).shape, dtype=torch.bool, device=t.device)
         b.of(masks[t]).fill_(True)
     return masks
 

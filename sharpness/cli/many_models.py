@@ -44,10 +44,8 @@ def sweep(config: Path, *, out: Path, shard: str = "1/1", quiet: bool = False) -
     plan, results = read_config(config), out / "results.jsonl"
     data = [path for d in (plan.data, plan.train, plan.test) if d is not None for path in places(d.source)]
     check_apart(results, [config, plan.initial, *data], [path for path in data if path.is_dir()])
-    if results.exists():  # of the sweep before: an interrupted one has none
-        if not (out / "jobs").is_dir():
-            raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
-        results.unlink()
+    if results.exists() and not (out / "jobs").is_dir():
+        raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
     failed = run_sweep(plan, out, shard=shard, progress=not quiet)
     rows = read_rows(out, plan)
     write_results(results, rows)

@@ -90,15 +90,14 @@ def symmetries(
     if data is not None:
         batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
     with naming(f"{model} cannot be examined; --data gives it other inputs"):
-        found: Any = canonical_form(network) if complete else find_symmetric_pairs(network, batch=batch)
-    print(found)
+        pairs = find_symmetric_pairs(network, batch=batch)
+        print(canonical_form(network, pairs=pairs) if complete else pairs)
     if not verify:
         return 0
     if batch is None:
         raise ValueError("--verify needs inputs, which are known for images and texts only; give --data")
     with naming(f"{model} cannot be verified; --data gives it other inputs"):
-        if not complete:
-            check_coverage(network, lambda: default_forward(network, batch), found)
+        check_coverage(network, lambda: default_forward(network, batch), pairs)
         report: Any = (verify_whole if complete else verify_pairs)(network, batch)
     print(f"\n{report}")
     return 0 if report.ok else 1
@@ -125,6 +124,10 @@ def canonicalize(model: str, *, out: Path) -> int:
     network: Any = loaded.model
     if loaded.folder is None:
         raise ValueError(f"{model}: only models of transformers can be saved in canonical form")
+    if loaded.example is None:
+        raise ValueError(
+            f"{model}: only the outputs for images and texts can be compared with those of the canonical form"
+        )
     if out.exists():
         raise ValueError(f"--out {out} exists already; give a new folder")
     with torch.no_grad():

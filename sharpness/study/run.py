@@ -75,6 +75,7 @@ def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1
     place = check_folder(Path(folder) / "jobs")
     with naming(f"the device {sweep.device!r} cannot be used"):
         torch.zeros((), device=sweep.device).item()
+    (Path(folder) / "results.jsonl").unlink(missing_ok=True)  # of the sweep before: an interrupted one has none
     failed: list[Row] = []
     with progress_bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
         for checkpoint in mine:

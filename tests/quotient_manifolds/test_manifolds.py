@@ -517,6 +517,24 @@ def test_samplers_need_what_these_manifolds_lack():
         geoopt.samplers.RSGLD([x])
 
 
+@pytest.mark.parametrize("balance", [1.0, 4.0])
+def test_why_samplers_are_refused(monkeypatch, balance):
+    """Their noise is ``egrad2rgrad`` of white noise: G⁻² in place of G⁻¹, so that it depends on the representative.
+
+    For n = 2, m = h = 1 and r = ‖G Hᵀ‖ the metric is ½ (d log r)² + dθ²: in time ε, Brownian motion has the variance 2ε
+    of log r. A step of RSGLD has ε(‖G‖² + ‖H‖²) instead.
+    """
+    monkeypatch.setattr(GLQuotientInv, "reversible", True)
+    manifold, epsilon = GLQuotientInv(2, 1), 1e-4
+    start = torch.tensor([[0.6 * balance], [0.8 * balance], [1.5 / balance]]).expand(20_000, 3, 1)
+    x = geoopt.ManifoldParameter(start.clone(), manifold=manifold)
+    geoopt.samplers.RSGLD([x], epsilon=epsilon).step(lambda: 0 * x.sum())
+    moved = manifold.to_matrix(x.detach()).norm(dim=(-2, -1)).log()
+    expected = epsilon * float(start[0].square().sum())
+    assert float(moved.var()) == pytest.approx(expected, rel=0.05)
+    assert float(moved.var()) != pytest.approx(2 * epsilon, rel=0.5)
+
+
 @pytest.mark.parametrize(("deviation", "explodes"), [(1e-3, True), (0.1, False), (0.3, False)])
 def test_mix_starts_at_the_scale_of_the_answer(deviation, explodes):
     """A step that is longer than the product itself overshoots, as the guide to optimisers says."""

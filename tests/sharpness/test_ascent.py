@@ -223,7 +223,8 @@ def test_vectors_in_memory_while_f_is_computed(ascend, vectors):
     [
         ({"rho": True}, "rho must be one or several positive numbers, got True"),
         ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
-        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"seed": -1}, f"seed must be a whole number of at least 0 and below {2**63}, got -1"),
+        ({"seed": 2**63}, f"seed must be a whole number of at least 0 and below {2**63}, got {2**63}"),
         ({"relative_tol": "x"}, "relative_tol must be a number of at least 0, got 'x'"),
         ({"micro_batch": 2.5}, "micro_batch must be a whole number of at least 1, got 2.5"),
         ({"measure": 3}, "unknown measure 3"),

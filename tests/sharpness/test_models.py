@@ -303,3 +303,10 @@ def test_texts_are_cut_where_the_positions_of_the_model_end(own, longest, tmp_pa
     loaded = load(str(tmp_path), None)
     batch = DataChoice(str(tmp_path / "long.tsv")).load(loaded, torch.device("cpu"))[0]
     assert batch["input_ids"].shape == (1, longest)
+
+
+def test_a_module_may_be_called_module(tmp_path):
+    """Its name was taken for a wrapper's, so that one of two tensors was lost."""
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    assert set(load_state_dict(tmp_path / "weights.pt")) == set(model.state_dict())

@@ -230,3 +230,20 @@ def test_shares_of_the_complete_measure_do_not_move():
         options = {"measure": "complete-inv", "steps": 3, "progress": False}
         shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_layer().by_part())
     assert shares[0] == pytest.approx(shares[1], rel=1e-6)
+
+
+def test_directions_are_kept_by_default_up_to_a_size(monkeypatch):
+    """The first one was kept whatever its size."""
+    model, batch = networks.vit(), networks.images()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    for room, kept in ((2**31, 2), (size, 1), (size - 1, 0)):
+        monkeypatch.setattr("sharpness.evaluation._DIRECTIONS", room)
+        options = {"measure": "euclidean", "rho": [0.1, 0.2], "steps": 2, "progress": False}
+        assert len(sharpness.evaluate(model, [batch], **options)._directions) == kept
+
+
+def test_a_trace_from_one_random_vector_has_no_error():
+    """It read ± 0."""
+    found = sharpness.hessian(torch.nn.Linear(2, 2), [(torch.eye(2), torch.arange(2))], num_matvecs=3)
+    assert found.std_error is None
+    assert "±" not in str(found)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sharpness
-from quotient_manifolds.optim import QuotientAdam, QuotientSGD
+from quotient_manifolds.optim import QuotientAdam, QuotientSGD, create_quotient_optimizer
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 from sharpness import GeodesicSAM
 from tests.networks import Encoder, bert, shake, vit
@@ -612,3 +612,12 @@ def test_attention_that_only_a_batch_could_tell_is_said_with_what_to_do():
         model.append(nn.Linear(8, 8))
         GeodesicSAM(model, torch.optim.SGD(model[1].parameters(), 0.1), rho=0.1)
     assert len(sam.certification.open) == 4
+
+
+@pytest.mark.parametrize("measure", ["geodesic-inv", "euclidean"])
+def test_gradients_at_moved_weights_certify_no_pair(measure):
+    """They did where the measure knew of no pairs, and refused a true symmetry."""
+    model, batch = small(), batch_of(Encoder)
+    sam = GeodesicSAM(model, create_quotient_optimizer(model, lr=1e-3), rho=1.0, measure=measure)
+    for _ in range(2):
+        assert sam.step(closure_of(sam, model, batch)).isfinite()

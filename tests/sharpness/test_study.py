@@ -141,6 +141,14 @@ def test_an_interrupted_sweep_leaves_no_results_of_another(place, capsys, monkey
     assert {row.get("rho") for row in read_results("out")} == {None, 0.2}
 
 
+def test_a_refused_sweep_leaves_the_results(place, capsys):
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 0
+    before = Path("out/results.jsonl").read_bytes()
+    for shard in ("5/4", "one"):
+        assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", shard, "--quiet"]) == 2
+        assert Path("out/results.jsonl").read_bytes() == before
+
+
 def test_a_test_set_or_training_data_give_a_fit(place):
     """Known accuracies can be written beside the training error by hand."""
     config = json.loads(Path("sweep.json").read_text()) | {"measures": []}

@@ -14,7 +14,7 @@ from ...linalg import at_least_float32, standard_normal
 from ..certificate import Certificate, certify, change, largest, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
 from ..modules import check_model, default_forward, running_copy
-from ..pairs import SymmetricPair
+from ..pairs import SymmetricPair, in_copy
 from ..stacks import PairList, stacks
 from .kinds import Symmetry, symmetries_of
 from .wiring import State, Wiring, neuron_pairs, wiring_of
@@ -156,6 +156,7 @@ def _without(pair: SymmetricPair, constant: Collection[object]) -> SymmetricPair
     return replace(pair, G=G, H=H, null=())
 
 
+@torch.no_grad()
 def _write(values: dict[Tensor, Tensor]) -> None:
     """Write all parameters or none."""
     before = {p: p.detach().clone() for p in values}
@@ -294,8 +295,11 @@ def verify_whole(
     >>> verify_whole(encoder, torch.linspace(-1, 1, 48).reshape(2, 3, 8)).ok
     True
     """
+    known = find_symmetric_pairs(model, include_frozen=True, batch=batch, forward=forward)
     with running_copy(model, batch, forward) as (twin, run):
-        form, parameters = canonicalize_(twin.requires_grad_(), classes=classes), list(twin.parameters())
+        form = canonical_form(twin.requires_grad_(), classes=classes, pairs=in_copy(known, model, twin))
+        _write(form.values)
+        parameters = list(twin.parameters())
 
         def outputs() -> list[Tensor]:
             """Return the first output that is not a loss; others, such as hidden states, need not be invariant."""

@@ -489,3 +489,8 @@ def test_pairs_of_ones_own_cover_the_module_that_holds_their_projections():
     assert examined.remarks == (
         "layers of classes without a handler were examined on the first batch: Attending (4 pairs)",
     )
+
+
+def test_a_number_of_heads_may_be_numpys():
+    found = find_symmetric_pairs(torch.nn.MultiheadAttention(8, np.int64(2)))
+    assert len(found) == 4

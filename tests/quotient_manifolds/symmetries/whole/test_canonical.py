@@ -322,3 +322,15 @@ def test_gradients_are_on_whatever_the_caller_switched_off():
         assert verify_whole(model, batch, forward=forward) == expected
     with torch.inference_mode():
         assert verify_whole(model, tree_map(torch.clone, batch), forward=forward) == expected
+
+
+class Unnamed(torch.nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def test_heads_of_a_class_that_only_a_batch_tells_are_verified():
+    """Nothing was counted, and nothing certified it."""
+    report = verify_whole(torch.nn.Sequential(Unnamed(8, 2, batch_first=True)), torch.randn(2, 3, 8))
+    assert {"qk", "vo"} <= set(report.residuals)
+    assert report.ok

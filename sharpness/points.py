@@ -1,0 +1,183 @@
+"""Points of geoopt's manifolds: parameters that move along their manifold and are measured in its metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import geoopt
+import torch
+from torch import Tensor
+
+from quotient_manifolds.linalg import in_double, standard_normal
+from quotient_manifolds.symmetries.blocks import real_view
+from quotient_manifolds.symmetries.modules import is_point
+
+from .measures import ElementwiseBlock, Measure, PairBlock, Tensors
+
+#: Numbers in the frames of a parameter's points, each the square of a point's size.
+_LARGEST = 2**22
+#: Length at which the derivative of a retraction at 0 is taken: there itself, geoopt's divide by the length.
+_NEAR = 1e-5
+
+
+def check_points(measure: Measure, parameters: Mapping[str, Tensor]) -> None:
+    """Raise if a measure would move a point of a manifold as flat weights; one of geoopt's Euclidean is no such."""
+    for name, p in parameters.items():
+        if is_point(p) and not measure.takes_points and not isinstance(p.manifold, geoopt.Euclidean):
+            raise ValueError(
+                f"parameter {name!r} is a point of the manifold {p.manifold}, which the measure {measure.name!r} would "
+                "move off it as flat weights; use 'geodesic-inv' or 'geodesic-mix', which measure points on their "
+                "manifolds, leave it out by only=, or freeze it with requires_grad_(False)"
+            )
+
+
+class PointBlock:
+    r"""A parameter that is a point of a geoopt manifold, or a batch of points, in the metric of the manifold.
+
+    Coordinates have the shape of the parameter, (…, 2) if it is complex, and lie in a subspace of that. With the
+    projected basis :math:`P_i` = ``proju(x, e_i)`` and its Gram matrix :math:`Γ_{ij} = \langle P_i, P_j \rangle_x`, the
+    vector with coordinates c is :math:`\sum_{ij} P_i (Γ^{+})^{1/2}_{ij} c_j`. Where the metric is a number λ times the
+    Euclidean one, that is ``proju(x, c)``/√λ, at any size. Points move by ``expmap``, or ``retr`` where there is none;
+    the pull-back is autograd's. All is computed in float64.
+
+    It has the methods of :class:`sharpness.measures.ElementwiseBlock`.
+    """
+
+    #: The retraction is no quadratic function of the vector.
+    quadratic = False
+
+    def __init__(self, name: str, parameter: geoopt.ManifoldParameter, dtype: torch.dtype) -> None:
+        self.name, self.parameter, self.manifold, self.dtype = name, parameter, parameter.manifold, dtype
+        size = parameter[(0,) * (parameter.dim() - self.manifold.ndim)].numel() * (2 if parameter.is_complex() else 1)
+        self.dim = real_view(parameter.detach()).numel()
+        self._shape = self.dim // size, size
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Go to the parameter's present value."""
+        self.x = in_double(self.parameter.data)
+        self.__dict__.pop("_frame", None)
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameter."""
+        return [self.parameter]
+
+    # -- coordinates in which the metric is the identity -----------------------------------------------------------
+
+    def _points(self, t: Tensor) -> Tensor:
+        """View tensors of the parameter's shape, after other dimensions, as real vectors (…, points, size)."""
+        return real_view(t).reshape(*t.shape[: t.dim() - self.x.dim()], *self._shape)
+
+    def _shaped(self, points: Tensor) -> Tensor:
+        """Invert :meth:`_points`."""
+        t = points.reshape(*points.shape[:-2], *real_view(self.x).shape)
+        return torch.view_as_complex(t.contiguous()) if self.x.is_complex() else t
+
+    def _of_flat(self, c: Tensor) -> Tensor:
+        return c.to(torch.float64).view(self._shape)
+
+    def _proju(self, points: Tensor) -> Tensor:
+        """Project vectors (k, points, size)."""
+        vectors = self._shaped(points)
+        return self._points(self.manifold.proju(self.x.expand_as(vectors), vectors))
+
+    def _lowered(self, points: Tensor) -> Tensor:
+        """Return the covectors ⟨P, ·⟩ of tangent vectors P, (k, points, size)."""
+        with torch.enable_grad():
+            P = points.detach().requires_grad_()
+            vectors = self._shaped(P)
+            square = self.manifold.inner(self.x.expand_as(vectors), vectors, keepdim=True).real.sum() / 2
+            return torch.autograd.grad(square, P)[0]
+
+    @cached_property
+    def _frame(self) -> tuple[Tensor, Tensor | None]:
+        """Return λ^-½, (points, 1), and None; or what makes vectors of coordinates, and their projector."""
+        generator = torch.Generator().manual_seed(0)
+        points, size = self._shape
+        drawn = standard_normal((3, points, size), real_view(self.x).new_empty(0), generator)
+        P = self._proju(drawn)
+        scale = (self._lowered(P) * P).sum(-1, keepdim=True) / P.square().sum(-1, keepdim=True)
+        orthogonal = (P * (P - drawn)).sum(-1, keepdim=True).abs() <= 1e-9 * P.square().sum(-1, keepdim=True)
+        if bool(((scale - scale[:1]).abs() <= 1e-9 * scale).all() and orthogonal.all()):
+            return scale[0] ** -0.5, None
+        if points * size**2 > _LARGEST:
+            raise ValueError(
+                f"parameter {self.name!r} has {points} points of {size} numbers on {self.manifold}, whose metric is no "
+                f"multiple of the Euclidean one, so that coordinates take {points} · {size}² numbers, more than "
+                f"{_LARGEST}; leave it out by only=, split it, or freeze it with requires_grad_(False)"
+            )
+        basis = torch.eye(size, dtype=drawn.dtype, device=drawn.device)
+        P = self._proju(basis.unsqueeze(1).expand(size, points, size))
+        gram = torch.einsum("ipk,jpk->pij", P, self._lowered(P))
+        values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
+        present = values > 1e-9 * values[..., -1:]
+        if bool((values < -1e-9 * values[..., -1:]).any()):
+            raise ValueError(f"parameter {self.name!r}: the metric of {self.manifold} is not positive at this point")
+        power = torch.where(present, values, 1) ** -0.5 * present
+        roots = (vectors * power.unsqueeze(-2)) @ vectors.mT
+        return torch.einsum("ipk,pij->pkj", P, roots), (vectors * present.unsqueeze(-2)) @ vectors.mT
+
+    def _vector(self, c: Tensor) -> Tensor:
+        """Return the tangent vector with coordinates c, (points, size)."""
+        frame, projector = self._frame
+        if projector is None:
+            return self._proju(c.unsqueeze(0))[0] * frame
+        return (frame @ c.unsqueeze(-1)).squeeze(-1)
+
+    def project(self, c: Tensor) -> Tensor:
+        """Project on the coordinates of tangent vectors."""
+        _, projector = self._frame
+        points = self._of_flat(c)
+        if projector is None:
+            return self._proju(points.unsqueeze(0)).flatten().to(c.dtype)
+        return (projector @ points.unsqueeze(-1)).flatten().to(c.dtype)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Draw a standard Gaussian tangent vector, the same on all devices."""
+        return self.project(standard_normal((self.dim,), real_view(self.x).new_empty(0, dtype=self.dtype), generator))
+
+    def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
+        """Write the tangent vector with coordinates c."""
+        out[self.parameter].copy_(self._shaped(self._vector(self._of_flat(c))))
+
+    # -- along the manifold ----------------------------------------------------------------------------------------
+
+    def retract(self, u: Tensor) -> Tensor:
+        """Follow a tangent vector of the parameter's shape; points along whose part of it is zero stay as they are."""
+        try:
+            end = self.manifold.expmap(self.x, u)
+        except NotImplementedError:
+            end = self.manifold.retr(self.x, u)
+        still = (self._points(u) == 0).all(-1, keepdim=True)
+        return self._shaped(torch.where(still, self._points(self.x), self._points(end)))
+
+    def move_(self, out: Tensors, c: Tensor | None) -> None:
+        """Write the point R(c); for None the point at which the block is."""
+        end = self.x if c is None else self.retract(self._shaped(self._vector(self._of_flat(c))))
+        out[self.parameter].copy_(end)
+
+    def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
+        """Write the gradient of c → ℓ(R(c)) at ``at`` (None: 0), from that of ℓ with respect to the point there."""
+        egrad = gradient.get(self.parameter)
+        if egrad is None:
+            out.zero_()
+            return
+        points = self._of_flat(torch.zeros_like(out) if at is None else at)
+        still, sides = (points == 0).all(-1, keepdim=True), [points]
+        if bool(still.any()):  # at 0 autograd divides 0 by 0 in many retractions; the mean's error is of order _NEAR²
+            near = self._of_flat(self.random(torch.Generator().manual_seed(0)))
+            near = near * (_NEAR / near.norm(dim=-1, keepdim=True))
+            sides = [torch.where(still, side, points) for side in (near, -near)]
+        found = torch.stack([self._pulled(side, egrad) for side in sides]).mean(0)
+        out.copy_(self.project(found.flatten()))
+
+    def _pulled(self, points: Tensor, egrad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            c = points.detach().requires_grad_()
+            end = self.retract(self._shaped(self._vector(c)))
+            return torch.autograd.grad(real_view(end), c, real_view(in_double(egrad)))[0]
+
+
+#: A block of any kind.
+Block = ElementwiseBlock | PairBlock | PointBlock
