@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..symmetries.lora import adapter_pairs, adapter_tensors, canonicalize_lora_, is_lora
 from ..symmetries.pairs import SymmetricPair
@@ -97,6 +98,7 @@ def create_quotient_optimizer(
     lr: float,
     optimizer: str = "adam",
     pairs: Sequence[SymmetricPair] | None = None,
+    others: str = "adamw",
     other_params_lr: float | None = None,
     **options: Any,
 ) -> QuotientOptimizer:
@@ -112,6 +114,9 @@ def create_quotient_optimizer(
         By default ``find_symmetric_pairs(model, key_bias="drop")``: the key bias has no effect, and its gradient is
         pure rounding error, which Adam would scale up to full steps; it is not trained. With ``batch=…`` that also
         finds those of attention classes that this package does not know.
+    others : {"adamw", "muon"}
+        What trains parameters outside pairs. With ``"muon"``, ``torch.optim.Muon`` trains the weights of linear layers,
+        except embeddings and the last layer, at AdamW's rate (``adjust_lr_fn="match_rms_adamw"``), and AdamW the rest.
     optimizer, other_params_lr, **options
         As for :func:`create_quotient_lora_optimizer`.
 
@@ -122,7 +127,7 @@ def create_quotient_optimizer(
     Raises
     ------
     ValueError
-        No pair is trainable, or the classes of the attention are unknown.
+        No pair is trainable, the classes of the attention are unknown, or this torch (before 2.9) has no Muon.
 
     Examples
     --------
@@ -150,7 +155,10 @@ def create_quotient_optimizer(
             if all(p.group is None for p in pairs):
                 raise ValueError(advice)
             warnings.warn(f"AdamW trains parts of the model: {advice}", stacklevel=2)
-    return _create(model, pairs, set(), lr, other_params_lr, optimizer, options)
+    if others not in ("adamw", "muon") or (others == "muon" and not hasattr(torch.optim, "Muon")):
+        raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
+    hidden = _hidden(model) if others == "muon" else set[Tensor]()
+    return _create(model, pairs, set(), lr, other_params_lr, optimizer, options, hidden)
 
 
 def _no_adapter(model: nn.Module) -> str:
@@ -163,6 +171,13 @@ def _no_adapter(model: nn.Module) -> str:
     if kinds:
         return f": its adapters are of the kind {', '.join(sorted(kinds))}, whose weights form no such pairs; use AdamW"
     return "; wrap it with peft.get_peft_model"
+
+
+def _hidden(model: nn.Module) -> set[Tensor]:
+    """Return the weights of linear layers, except the last one and those that are embeddings too."""
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {m.weight for m in layers} - {layers[-1].weight, *tables} if layers else set()
 
 
 def _is_matrix(w: nn.Parameter) -> bool:
@@ -178,17 +193,19 @@ def _create(
     other_lr: float | None,
     optimizer: str,
     options: dict[str, Any],
+    hidden: Collection[Tensor] = (),
 ) -> QuotientOptimizer:
-    """Make parameter groups: pairs, other matrices, and vectors and biases, which do not decay."""
+    """Make parameter groups: pairs, other matrices, vectors and biases, which do not decay, and matrices for Muon."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
     mine = {id(b.tensor) for p in pairs if p.group is not None for b in p.G + p.H}
     rate = other_lr if other_lr is not None else lr * OPTIMIZERS[optimizer].rest
     groups: list[dict[str, Any]] = [{"rest": rate / lr if lr else 1.0, "lr": lr}, {"lr": rate}, {"lr": rate}]
     groups[2]["weight_decay"] = 0.0
+    groups.append({"lr": rate, "others": "Muon", "adjust_lr_fn": "match_rms_adamw"})
     for name, w in model.named_parameters():
         if not w.requires_grad or id(w) in left:
             continue
-        kind = 0 if id(w) in mine else 1 if _is_matrix(w) and not name.endswith("bias") else 2
+        kind = 0 if id(w) in mine else 3 if w in hidden else 1 if _is_matrix(w) and not name.endswith("bias") else 2
         groups[kind].setdefault("params", []).append(w)
     return OPTIMIZERS[optimizer]([g for g in groups if "params" in g], pairs, lr, **options)

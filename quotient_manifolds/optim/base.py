@@ -45,7 +45,7 @@ _UNKNOWN = (
 class QuotientOptimizer(Optimizer):
     """Base class of optimisers for parameters of which some are pairs (G, H) that a model sees only through G Hᴴ.
 
-    A subclass implements ``_step_pairs``; ``_Others`` of torch trains all others. Moments are at least float32, small
+    A subclass implements ``_step_pairs``; ``others`` of torch trains all others. Moments are at least float32, small
     matrices float64. Factors become equivalent ones, moments too, before their condition spoils a step.
 
     Attributes
@@ -55,10 +55,11 @@ class QuotientOptimizer(Optimizer):
         weights that are updated, as with sharpness-aware minimisers other than ``sharpness.GeodesicSAM``.
     rest : float
         The learning rate of parameters outside pairs, as a share of the optimiser's; a group's own is for all of it.
+    others : str
+        The class in ``torch.optim`` that trains parameters outside pairs; a group may name another.
     """
 
-    certify, rest = True, 1.0
-    _Others: Any = torch.optim.AdamW
+    certify, rest, others = True, 1.0, "AdamW"
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
     _step_supports_amp_scaling = True
 
@@ -66,7 +67,7 @@ class QuotientOptimizer(Optimizer):
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
         self._stacks, self._places, self._warned = list[Stack](), dict[nn.Module, dict[str, Tensor]](), set[str]()
         self._skipped: Tensor | int = 0
-        self._others = self._Others([torch.zeros(1)], lr=0.0)
+        self._others = dict[str, Optimizer]()
         super().__init__(params, defaults)
         self.add_pairs(pairs)
         if not self._pairs and not any(p.kind == "lora" for p in self._alone):
@@ -82,7 +83,7 @@ class QuotientOptimizer(Optimizer):
 
         Its ``lr`` holds for all of them; without one, that of the optimiser does, as for the groups it was made with.
         """
-        group = {"rest": 1.0 if "lr" in param_group else self.rest, **param_group}
+        group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
         pairs = group.pop("pairs", ())
         check_options({**self.defaults, **group}, self.defaults)
         super().add_param_group(group)
@@ -129,7 +130,7 @@ class QuotientOptimizer(Optimizer):
         if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
             what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
             which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"
-            warnings.warn(f"{self._Others.__name__} trains {which}", stacklevel=5)
+            warnings.warn(f"{self.others} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
         self._certification = Certification(s.pairs for s in self._stacks)
@@ -220,7 +221,6 @@ class QuotientOptimizer(Optimizer):
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
         explain(stacks, gradients)
-        return False
 
     def _is_open(self, s: Stack) -> bool:
         """Return whether a pair of a stack is not certified yet."""
@@ -313,9 +313,11 @@ def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> dict[Ten
     return {p: g * factor.to(g.device) for p, g in outside.items()}
 
 
-def _step_others(optimizer: QuotientOptimizer, others: Optimizer, partly: Gradients, gradients: Gradients) -> None:
-    """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
-    groups = []
+def _step_others(
+    optimizer: QuotientOptimizer, others: dict[str, Optimizer], partly: Gradients, gradients: Gradients
+) -> None:
+    """Let optimisers of torch update the parameters outside pairs, and the other entries of those in pairs."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p in gradients]
         lr = group["rest"] * float(group["lr"])
@@ -326,12 +328,16 @@ def _step_others(optimizer: QuotientOptimizer, others: Optimizer, partly: Gradie
         for p in params:
             if p in partly and p.dim() > 1:  # vectors do not decay
                 p.mul_(torch.where(partly[p], 1, 1 - decay))
-        groups.append({**group, "params": params, "lr": lr, "weight_decay": 0.0})
+        own = {**group, "params": params, "lr": lr, "weight_decay": 0.0}
+        groups.setdefault(group["others"], []).append(own)
     kept = [(p, p.grad) for p in gradients]
     for p, g in gradients.items():
         p.grad = g.to(p.dtype)
-    others.state, others.param_groups = optimizer.state, [{**others.defaults, **g} for g in groups]
-    others.step()
+    for name, some in groups.items():
+        if name not in others:
+            others[name] = getattr(torch.optim, name)([torch.zeros(1, 1)], lr=0.0)
+        others[name].state, others[name].param_groups = optimizer.state, [{**others[name].defaults, **g} for g in some]
+        others[name].step()
     for p, grad in kept:
         p.grad = grad
 

@@ -303,7 +303,7 @@ class QuotientSGD(QuotientOptimizer):
         more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         super().__init__(params, pairs, lr=lr, momentum=momentum, **more)
 
-    _Others = torch.optim.SGD
+    others = "SGD"
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots

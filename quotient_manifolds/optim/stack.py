@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -230,7 +230,7 @@ class Stack:
         return self.pairs.pairs[int(where.nonzero()[0]) // self.points].name
 
 
-def explain(stacks: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> None:
+def explain(stacks: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoReturn:
     """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
     if not all(bool((bad := g).isfinite().all()) for g in gradients.values()):
         raise ValueError(

@@ -1016,6 +1016,37 @@ def test_steps_are_those_of_adamw():
         assert torch.equal(a, b)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_hidden_matrices_outside_pairs_move_as_by_muon(kind):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Embedding(11, 8), layer, nn.Linear(8, 11))
+    options = {"lr": 0.02, "optimizer": kind, "other_params_lr": 1e-3, "weight_decay": 0.1}
+    optimizer = create_quotient_optimizer(model, others="muon", **options)
+    hidden = [layer.linear1.weight, layer.linear2.weight]
+    assert [g["params"] for g in optimizer.param_groups if g["others"] == "Muon"] == [hidden]
+    twins = [nn.Parameter(p.detach().clone()) for p in hidden]
+    momentum = 0.9 if kind == "muon" else 0.95
+    muon = torch.optim.Muon(twins, 1e-3, 0.1, momentum, adjust_lr_fn="match_rms_adamw", eps=1e-8)
+    ids = torch.randint(11, (4, 6))
+    for step in range(6):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        for p, twin in zip(hidden, twins, strict=True):
+            twin.grad = p.grad.clone()
+        optimizer.step()
+        muon.step()
+        if step == 3:
+            saved = optimizer.state_dict()
+            optimizer = create_quotient_optimizer(model, others="muon", **options)
+            optimizer.load_state_dict(saved)
+    for p, twin in zip(hidden, twins, strict=True):
+        assert torch.equal(p, twin)
+    with pytest.raises(ValueError, match='others must be "adamw", or "muon"'):
+        create_quotient_optimizer(model, others="sgd", **options)
+
+
 def test_numbers():
     assert [is_number(v) for v in (1, 0.5, torch.tensor(2.0), True, "1", torch.ones(2))] == [True] * 3 + [False] * 3
 

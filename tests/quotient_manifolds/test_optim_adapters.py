@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+import sharpness
 from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientMuon,
@@ -370,6 +371,18 @@ def test_experts_without_tokens_wait_for_their_certificate(monkeypatch):
         optimizer.step()
     assert 0 < len(optimizer._certification.open) < 16
     assert len(seen) == 5  # steps 1, 2, 3, 5 and 9
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_sharpness_of_experts_does_not_depend_on_their_factors():
+    one, ids = of_mixtral(), torch.randint(61, (3, 9))
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(input_ids=batch).logits.flatten(0, 1), batch.flatten())
+
+    found = [sharpness.evaluate(m, [ids], loss, rho=0.05, steps=3) for m in (one, moved(one, 10.0))]
+    assert found[0].num_uncertified == 0
+    assert 0 < float(found[0]) == pytest.approx(float(found[1]), rel=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore")
