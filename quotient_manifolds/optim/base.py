@@ -125,8 +125,7 @@ class QuotientOptimizer(Optimizer):
         models = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
         models = [*dict.fromkeys([*self._places, *models])]
         self._places = {m: {name: p for name, p in m.named_parameters() if p in home} for m in models}
-        outside = home.keys() - {b.tensor for p in found for b in p.G + p.H}
-        self._alone = alone(given, outside)
+        self._alone = alone(given, {p for p in home if p not in self._covered or p in self._partly})
         if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
             what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
             which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"

@@ -425,6 +425,20 @@ def test_the_other_half_of_an_adapter_is_trained_by_adamw(layers, kind):
         assert torch.equal(p, kept[name]) is not p.requires_grad, name
 
 
+def test_the_other_half_of_an_attention_head_is_trained_by_adamw():
+    """Values without outputs, which lie in one parameter with the queries and keys."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layer.self_attn.out_proj.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="AdamW trains 2 of 4 parts of the model, which form no pair: frozen"):
+        optimizer = create_quotient_optimizer(layer, lr=1e-2)
+    assert len(optimizer.state_dict()["pairs"]) == 2
+    before = layer.self_attn.in_proj_weight.detach().clone()
+    layer(torch.randn(2, 3, 8)).square()[..., 0].sum().backward()
+    optimizer.step()
+    assert bool((layer.self_attn.in_proj_weight != before).any(1).all())
+
+
 class Kohya(nn.Module):
     """A layer of other scripts, with the factors as layers or as parameters."""
 
