@@ -224,8 +224,9 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
     Returns
     -------
     PairList
-        Tied adapters have no group. Where the rank is above a width of the layer, the pair is ``thin``: optimisers
-        train it, but it is no point of a manifold.
+        One pair for each layer, or for each expert of a layer (``target_parameters``), whose number is the pair's
+        ``head``. Tied adapters have no group. Where the rank is above a width of the layer, the pair is ``thin``:
+        optimisers train it, but it is no point of a manifold.
 
     Raises
     ------

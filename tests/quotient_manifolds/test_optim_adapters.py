@@ -360,9 +360,11 @@ def test_experts_are_pairs_that_train_alike_from_equivalent_starts(kind, full_ra
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_experts_without_tokens_wait_for_their_certificate(monkeypatch):
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_experts_without_tokens_wait_for_their_certificate(kind, monkeypatch):
     model = of_mixtral(experts=8)
-    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    still = [p.gather().detach() for p in adapter_pairs(model)]
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind)
     seen, real = [], Certification.see
     monkeypatch.setattr(Certification, "see", lambda *args: seen.append(0) or real(*args))
     for _ in range(9):
@@ -371,6 +373,11 @@ def test_experts_without_tokens_wait_for_their_certificate(monkeypatch):
         optimizer.step()
     assert 0 < len(optimizer._certification.open) < 16
     assert len(seen) == 5  # steps 1, 2, 3, 5 and 9
+    moves = [p not in optimizer._certification.open for p in adapter_pairs(model)]
+    for p, before, moved_ in zip(adapter_pairs(model), still, moves, strict=True):
+        G, H = p.gather().detach().split([p.n, p.m])
+        product = before[: p.n] @ before[p.n :].mT
+        assert torch.allclose(G @ H.mT, product, atol=1e-12) is not moved_
 
 
 @pytest.mark.filterwarnings("ignore")
