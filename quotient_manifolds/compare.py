@@ -288,12 +288,12 @@ def average_lora_(
     found = {name: _by_layer(model, name) for name in (*names, into)}
     for one, other in ((a, b) for name in names for a, b in ((name, into), (into, name))):
         if lacking := found[one].keys() - found[other].keys():
-            raise ValueError(f"adapter {one!r} has the layer {min(lacking)}, which {other!r} lacks")
+            raise ValueError(f"adapter {one!r} has the layer {min(lacking)[0]}, which {other!r} lacks")
     given = torch.as_tensor([1.0] * len(names) if weights is None else weights, dtype=torch.float64)
     means = []
     for stack in stacks(found[into].values()):
         device = stack.pairs[0].G[0].tensor.device
-        of_names = [[found[name][p.module] for p in stack.pairs] for name in names]
+        of_names = [[found[name][p.module, p.head] for p in stack.pairs] for name in names]
         points = torch.stack([_checked_points(pairs, stack.pairs).to(device) for pairs in of_names])
         means.append((stack, _mean(stack, points, given.to(device), metric)))
     shares = [*zip(names, (given / given.sum()).tolist(), strict=True)]
@@ -318,8 +318,8 @@ def _mean(stack: PairStack, points: Tensor, weights: Tensor, metric: str) -> Ten
     return stack.manifold(metric).canonical(mean)
 
 
-def _by_layer(model: nn.Module, name: str) -> dict[str, SymmetricPair]:
-    """Look up the pair of an adapter in each of its layers."""
+def _by_layer(model: nn.Module, name: str) -> dict[tuple[str, int | None], SymmetricPair]:
+    """Look up the pair of an adapter in each of its layers, and for each of their experts."""
     pairs = adapter_pairs(model, [name], include_frozen=True)
     for p in pairs:
         p.usable_group()
@@ -331,7 +331,7 @@ def _by_layer(model: nn.Module, name: str) -> dict[str, SymmetricPair]:
         for reason, holds in reasons.items():
             if holds:
                 raise ValueError(f"adapter {name!r} of {p.module} {reason}")
-    return {p.module: p for p in pairs}
+    return {(p.module, p.head): p for p in pairs}
 
 
 def _checked_points(pairs: Sequence[SymmetricPair], like: Sequence[SymmetricPair]) -> Tensor:

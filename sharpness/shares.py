@@ -113,7 +113,7 @@ class Places:
         for pair in pairs:
             for part in pair.G + pair.H + pair.null:
                 self._inside.setdefault(part.tensor, []).append((_part_of_pair(pair), part))
-        attention = {_block(p.module) for p in pairs if p.head is not None}
+        attention = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"}
         tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
         self._layers, self._rest = dict[Tensor, str](), dict[Tensor, str]()
         for name, p in names.items():

@@ -586,7 +586,7 @@ def calls(rng, world):
                              "micro_batch": None, "group": None}),
         (sharpness.gradient_norm, {**inputs, "loss_fn": None, "measure": "geodesic-inv", "pairs": None}),
         (measured.to_json, {"path": "out"}),
-        (optim.QuotientSGD, {**adam, "momentum": 0.9, "nesterov": False}), (optim.create_quotient_optimizer,
+        (optim.QuotientSGD, {**adam, "momentum": 0.9}), (optim.create_quotient_optimizer,
                                                                             {"model": model, **how}),
         (sharpness.GeodesicSAM, {"model": model, "base_optimizer": torch.optim.SGD(model.parameters(), 0.1),
                                  "rho": 0.05,

@@ -79,7 +79,7 @@ def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-KINDS = ["adam", "muon", "sgd", "nesterov"]
+KINDS = ["adam", "muon", "sgd"]
 
 
 def optimizer_of(model, kind, lr=1e-2, pairs=None, **options):
@@ -88,11 +88,4 @@ def optimizer_of(model, kind, lr=1e-2, pairs=None, **options):
         return QuotientAdam(trainable(model), pairs, lr, **options)
     if kind == "muon":
         return QuotientMuon(trainable(model), pairs, 5 * lr, **options)
-    return QuotientSGD(
-        trainable(model),
-        pairs,
-        10 * lr,
-        0.9,
-        nesterov=kind == "nesterov",
-        **options,
-    )
+    return QuotientSGD(trainable(model), pairs, 10 * lr, 0.9, **options)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..gauge import canonical_gauge
-from ..symmetries.lora import adapter_pairs, adapter_tensors, is_lora
+from ..symmetries.lora import adapter_pairs, adapter_tensors, canonicalize_lora_, is_lora
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
-from .metric import wide
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
 
 __all__ = [
@@ -64,7 +62,7 @@ def create_quotient_lora_optimizer(
     Raises
     ------
     ValueError
-        There is no trainable adapter, an adapter is unknown, or one of its factors is frozen.
+        There is no trainable adapter, or an adapter is unknown.
 
     Notes
     -----
@@ -100,6 +98,7 @@ def create_quotient_optimizer(
     lr: float,
     optimizer: str = "adam",
     pairs: Sequence[SymmetricPair] | None = None,
+    others: str = "adamw",
     other_params_lr: float | None = None,
     **options: Any,
 ) -> QuotientOptimizer:
@@ -115,6 +114,9 @@ def create_quotient_optimizer(
         By default ``find_symmetric_pairs(model, key_bias="drop")``: the key bias has no effect, and its gradient is
         pure rounding error, which Adam would scale up to full steps; it is not trained. With ``batch=…`` that also
         finds those of attention classes that this package does not know.
+    others : {"adamw", "muon"}
+        What trains parameters outside pairs. With ``"muon"``, ``torch.optim.Muon`` trains the weights of linear layers,
+        except embeddings and the last layer, at AdamW's rate (``adjust_lr_fn="match_rms_adamw"``), and AdamW the rest.
     optimizer, other_params_lr, **options
         As for :func:`create_quotient_lora_optimizer`.
 
@@ -125,7 +127,7 @@ def create_quotient_optimizer(
     Raises
     ------
     ValueError
-        No pair is trainable, or the classes of the attention are unknown.
+        No pair is trainable, the classes of the attention are unknown, or this torch (before 2.9) has no Muon.
 
     Examples
     --------
@@ -153,7 +155,10 @@ def create_quotient_optimizer(
             if all(p.group is None for p in pairs):
                 raise ValueError(advice)
             warnings.warn(f"AdamW trains parts of the model: {advice}", stacklevel=2)
-    return _create(model, pairs, set(), lr, other_params_lr, optimizer, options)
+    if others not in ("adamw", "muon") or (others == "muon" and not hasattr(torch.optim, "Muon")):
+        raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
+    hidden = _hidden(model) if others == "muon" else set[Tensor]()
+    return _create(model, pairs, set(), lr, other_params_lr, optimizer, options, hidden)
 
 
 def _no_adapter(model: nn.Module) -> str:
@@ -166,6 +171,13 @@ def _no_adapter(model: nn.Module) -> str:
     if kinds:
         return f": its adapters are of the kind {', '.join(sorted(kinds))}, whose weights form no such pairs; use AdamW"
     return "; wrap it with peft.get_peft_model"
+
+
+def _hidden(model: nn.Module) -> set[Tensor]:
+    """Return the weights of linear layers, except the last one and those that are embeddings too."""
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {m.weight for m in layers} - {layers[-1].weight, *tables} if layers else set()
 
 
 def _is_matrix(w: nn.Parameter) -> bool:
@@ -181,69 +193,19 @@ def _create(
     other_lr: float | None,
     optimizer: str,
     options: dict[str, Any],
+    hidden: Collection[Tensor] = (),
 ) -> QuotientOptimizer:
-    """Make parameter groups: pairs, other matrices, and vectors and biases, which do not decay."""
+    """Make parameter groups: pairs, other matrices, vectors and biases, which do not decay, and matrices for Muon."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
     mine = {id(b.tensor) for p in pairs if p.group is not None for b in p.G + p.H}
     rate = other_lr if other_lr is not None else lr * OPTIMIZERS[optimizer].rest
     groups: list[dict[str, Any]] = [{"rest": rate / lr if lr else 1.0, "lr": lr}, {"lr": rate}, {"lr": rate}]
     groups[2]["weight_decay"] = 0.0
+    groups.append({"lr": rate, "others": "Muon", "adjust_lr_fn": "match_rms_adamw"})
     for name, w in model.named_parameters():
         if not w.requires_grad or id(w) in left:
             continue
-        kind = 0 if id(w) in mine else 1 if _is_matrix(w) and not name.endswith("bias") else 2
+        kind = 0 if id(w) in mine else 3 if w in hidden else 1 if _is_matrix(w) and not name.endswith("bias") else 2
         groups[kind].setdefault("params", []).append(w)
     return OPTIMIZERS[optimizer]([g for g in groups if "params" in g], pairs, lr, **options)
-
-
-@torch.no_grad()
-def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> list[str]:
-    r"""Bring every LoRA pair into canonical gauge, :math:`B^T B = A A^T` = diag(σ), without changing the function.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Changed in place; its function stays the same up to rounding.
-    adapter_names : sequence of str, optional
-        By default all adapters, active or not, trainable or frozen.
-
-    Returns
-    -------
-    list of str
-        Names of the pairs that were balanced. A pair whose product lacks full rank, as at B = 0, has no canonical
-        representative from which training could continue; it is left unchanged, and so is one on the meta device.
-
-    Raises
-    ------
-    ValueError
-        No layer has an adapter of this name.
-
-    Notes
-    -----
-    The state of an optimiser refers to the old factors, so call this before or after training. It is computed in
-    float64; see :class:`quotient_manifolds.Gauge`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from peft import LoraConfig, get_peft_model
-    >>> from quotient_manifolds.optim import canonicalize_lora_
-    >>> config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
-    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
-    >>> canonicalize_lora_(model)
-    ['base_model.model.0 lora default']
-    >>> A, B = model.base_model.model[0].lora_A.default.weight, model.base_model.model[0].lora_B.default.weight
-    >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
-    True
-    """
-    done = []
-    for pair in adapter_pairs(model, adapter_names, include_frozen=True):
-        if pair.group is None or pair.group.h > min(pair.n, pair.m) or any(b.tensor.is_meta for b in pair.G + pair.H):
-            continue
-        x = wide(pair.gather().detach())
-        gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
-        if bool(gauge.present().all()):
-            pair.scatter_(gauge.x)
-            done.append(pair.name)
-    return done

@@ -10,15 +10,15 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
-from ..symmetries.certificate import Certification
+from ..symmetries.certificate import Certification, NotASymmetryError
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, trace, wide
-from .pairs import GONE, Places, alone, group_of, orientation, reasons
+from .pairs import alone, check_places, group_of, orientation, reasons
 from .stack import Stack, explain, restored
 
 Gradients = Mapping[Tensor, Tensor]
@@ -45,7 +45,7 @@ _UNKNOWN = (
 class QuotientOptimizer(Optimizer):
     """Base class of optimisers for parameters of which some are pairs (G, H) that a model sees only through G Hᴴ.
 
-    A subclass implements ``_step_pairs``; ``_Others`` of torch trains all others. Moments are at least float32, small
+    A subclass implements ``_step_pairs``; ``others`` of torch trains all others. Moments are at least float32, small
     matrices float64. Factors become equivalent ones, moments too, before their condition spoils a step.
 
     Attributes
@@ -55,18 +55,19 @@ class QuotientOptimizer(Optimizer):
         weights that are updated, as with sharpness-aware minimisers other than ``sharpness.GeodesicSAM``.
     rest : float
         The learning rate of parameters outside pairs, as a share of the optimiser's; a group's own is for all of it.
+    others : str
+        The class in ``torch.optim`` that trains parameters outside pairs; a group may name another.
     """
 
-    certify, rest = True, 1.0
-    _Others: Any = torch.optim.AdamW
+    certify, rest, others = True, 1.0, "AdamW"
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], **defaults: Any) -> None:
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
-        self._stacks, self._places, self._warned = list[Stack](), list[Places](), False
+        self._stacks, self._places, self._warned = list[Stack](), dict[nn.Module, dict[str, Tensor]](), set[str]()
         self._skipped: Tensor | int = 0
-        self._others = self._Others([torch.zeros(1)], lr=0.0)
+        self._others = dict[str, Optimizer]()
         super().__init__(params, defaults)
         self.add_pairs(pairs)
         if not self._pairs and not any(p.kind == "lora" for p in self._alone):
@@ -82,9 +83,7 @@ class QuotientOptimizer(Optimizer):
 
         Its ``lr`` holds for all of them; without one, that of the optimiser does, as for the groups it was made with.
         """
-        group = {"rest": 1.0 if "lr" in param_group else self.rest, **param_group}
-        if "params" not in group:
-            raise ValueError(f"a parameter group needs the entry 'params', but has {', '.join(param_group) or 'none'}")
+        group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
         pairs = group.pop("pairs", ())
         check_options({**self.defaults, **group}, self.defaults)
         super().add_param_group(group)
@@ -102,11 +101,10 @@ class QuotientOptimizer(Optimizer):
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         found, given = list(self._pairs), check_pairs(pairs)
         known = {b.key for p in found for b in p.G + p.H}
-        paired = {b.tensor for p in (*found, *given) if p.group is not None for b in p.G + p.H}
         chosen: dict[tuple[Any, ...], list[SymmetricPair]] = {}
         for i, pair in enumerate(given):
             keys = {b.key for b in pair.G + pair.H}
-            group = None if keys & known else group_of(pair, home, paired)
+            group = None if keys & known else group_of(pair, home)
             if group is None:
                 continue
             flipped = orientation(pair)
@@ -123,16 +121,15 @@ class QuotientOptimizer(Optimizer):
             for stack in stacks(members):
                 self._stacks.append(Stack(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
         self._cover()
-        for places in self._places:
-            places.check(home)
-        models = dict.fromkeys([*(places.model for places in self._places), *(p.model for p in given)])
-        self._places = [Places(m, home) for m in models if m is not None]
-        outside = home.keys() - {b.tensor for p in found for b in p.G + p.H}
-        self._alone = alone(given, outside)
+        check_places(self._places, home)
+        models = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
+        models = [*dict.fromkeys([*self._places, *models])]
+        self._places = {m: {name: p for name, p in m.named_parameters() if p in home} for m in models}
+        self._alone = alone(given, {p for p in home if p not in self._covered or p in self._partly})
         if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
             what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
             which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"
-            warnings.warn(f"{self._Others.__name__} trains {which}", stacklevel=5)
+            warnings.warn(f"{self.others} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
         self._certification = Certification(s.pairs for s in self._stacks)
@@ -150,46 +147,32 @@ class QuotientOptimizer(Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         own = {p: None for group in self.param_groups for p in group["params"]}  # in this order
-        for places in self._places:
-            places.check(own)
-        for p in self._pairs:
-            if p.model is None and not all(getattr(b.module, b.attribute, None) in own for b in p.G + p.H):
-                raise ValueError(f"parameters of the pair {p.name!r} {GONE}")
+        check_places(self._places, own)
         gradients = {p: p.grad for p in own if p.grad is not None}
-        if sparse := next((p for p, g in gradients.items() if g.is_sparse), None):
-            raise ValueError(
-                f"a parameter of shape {tuple(sparse.shape)} has a sparse gradient, which is not supported; build the "
-                "embedding with sparse=False"
-            )
+        if any(g.is_sparse for g in gradients.values()):
+            raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
         if gradients:
             with torch.autocast(next(iter(own)).device.type, enabled=False):
                 self._step(gradients)
-        for places in () if gradients else self._places:
-            places.warn_of_strangers()
         return loss
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        stacks = [s for s in self._stacks if s.begin(gradients)]
-        outside: Gradients = {p: g for p, g in gradients.items() if p not in self._covered}
-        partly = {p: gradients[p].masked_fill(mask, 0) for p, mask in self._partly.items() if p in gradients}
-        outside = {**outside, **partly}
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
-            outside = {p: g.to(at_least_float32(g.dtype)) / scale.to(g.device) for p, g in outside.items()}
+            gradients = {p: g.to(at_least_float32(g.dtype)) / scale.to(g.device) for p, g in gradients.items()}
+        stacks = [s for s in self._stacks if s.begin(gradients)]
+        outside = {p: g for p, g in gradients.items() if p not in self._covered}
+        outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
         for s in stacks:
-            factor = -1.0 if self.param_groups[s.group]["maximize"] else 1.0
-            if scale is not None or factor < 0:
-                torch._foreach_mul_(s.g, factor if scale is None else factor / scale.to(s.g[0].device))
             s.measure(self._metric, double=not on_cpu(s.sizes) and s.steps % 8 == 0)
             if on_cpu(s.sizes) and not s.straight:
                 s.measure(self._metric, double=True)
         if not (stacks or outside) or not self._is_sound(stacks, gradients, outside):
             return
-        if self.certify and any(p.G[0].tensor in gradients for p in self._certification.open):
-            # Adapters that are switched off may never get a gradient, and checking reads from the device.
-            self._certification.see(gradients).check()
+        if self.certify and any(s.steps & (s.steps - 1) == 0 and self._is_open(s) for s in stacks):
+            self._certify(gradients)
         for s in stacks:
             s.steps += 1
             if on_cpu(s.sizes) and s.straight:
@@ -198,9 +181,8 @@ class QuotientOptimizer(Optimizer):
             s.restrict(~crooked)
             if not on_cpu(crooked):
                 self._skipped = self._skipped + crooked.any()
-            elif not self._warned and bool(crooked.any()):
-                self._warned = True
-                warnings.warn(_TOO_LARGE.format(s.name(crooked)), RuntimeWarning, stacklevel=4)
+            elif bool(crooked.any()):
+                self._warn_once("too large", _TOO_LARGE.format(s.name(crooked)))
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
             outside = _clip(float(bound), stacks, outside)
@@ -238,7 +220,30 @@ class QuotientOptimizer(Optimizer):
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
         explain(stacks, gradients)
-        return False
+
+    def _is_open(self, s: Stack) -> bool:
+        """Return whether a pair of a stack is not certified yet."""
+        return not self._certification.open.isdisjoint(s.pairs.pairs)
+
+    def _certify(self, gradients: Gradients) -> None:
+        """Raise for a pair that is no symmetry of the loss; warn where the gradient may be one at other weights.
+
+        It may if no pair has passed. Pairs of adapters are symmetries by their making. Pairs without a gradient, such
+        as experts without tokens, are looked at again, but not in every step, for that reads from the device.
+        """
+        found = self._certification.see(gradients)
+        try:
+            found.check()
+        except NotASymmetryError as error:
+            wrong = found.failures
+            if len(wrong) < len(found.residuals) and any(p.kind != "lora" for p in wrong):
+                raise
+            self._warn_once("certificate", f"{error}; the steps are taken all the same")
+
+    def _warn_once(self, what: str, words: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(words, RuntimeWarning, stacklevel=5)
 
     def _metric(self, s: Stack, grams: Tensor) -> Metric:
         """Return the metric of a stack at points with these Gram matrices."""
@@ -294,7 +299,7 @@ class QuotientOptimizer(Optimizer):
         self._cover()
 
 
-def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> Gradients:
+def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> dict[Tensor, Tensor]:
     """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
     squares = [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
     for s in stacks:
@@ -307,9 +312,11 @@ def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> Gradient
     return {p: g * factor.to(g.device) for p, g in outside.items()}
 
 
-def _step_others(optimizer: QuotientOptimizer, others: Optimizer, partly: Gradients, gradients: Gradients) -> None:
-    """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
-    groups = []
+def _step_others(
+    optimizer: QuotientOptimizer, others: dict[str, Optimizer], partly: Gradients, gradients: Gradients
+) -> None:
+    """Let optimisers of torch update the parameters outside pairs, and the other entries of those in pairs."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p in gradients]
         lr = group["rest"] * float(group["lr"])
@@ -320,12 +327,16 @@ def _step_others(optimizer: QuotientOptimizer, others: Optimizer, partly: Gradie
         for p in params:
             if p in partly and p.dim() > 1:  # vectors do not decay
                 p.mul_(torch.where(partly[p], 1, 1 - decay))
-        groups.append({**group, "params": params, "lr": lr, "weight_decay": 0.0})
+        own = {**group, "params": params, "lr": lr, "weight_decay": 0.0}
+        groups.setdefault(group["others"], []).append(own)
     kept = [(p, p.grad) for p in gradients]
     for p, g in gradients.items():
         p.grad = g.to(p.dtype)
-    others.state, others.param_groups = optimizer.state, [{**others.defaults, **g} for g in groups]
-    others.step()
+    for name, some in groups.items():
+        if name not in others:
+            others[name] = getattr(torch.optim, name)([torch.zeros(1, 1)], lr=0.0)
+        others[name].state, others[name].param_groups = optimizer.state, [{**others[name].defaults, **g} for g in some]
+        others[name].step()
     for p, grad in kept:
         p.grad = grad
 
@@ -350,11 +361,8 @@ def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
         "betas must be two numbers in [0, 1)": two and all(is_number(b, 0, 1) for b in betas),
         "eps must be positive (a factor without a gradient is divided by it)": is_number(group.get("eps", 1), _TINY),
         "momentum must be a number in [0, 1)": is_number(group.get("momentum", 0), 0, 1),
-        "nesterov must be True or False": isinstance(group.get("nesterov", False), bool),
-        "maximize must be True or False": isinstance(group["maximize"], bool),
         "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
         "max_grad_norm clips all groups together; pass it to the optimiser, not to a group": bound == common,
-        "nesterov needs a momentum above 0": not group.get("nesterov") or bool(group["momentum"]),
     }
     for words, holds in conditions.items():
         if not holds:

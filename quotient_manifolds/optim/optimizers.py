@@ -61,14 +61,12 @@ class QuotientAdam(QuotientOptimizer):
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
         transformers' ``Trainer`` (where ``max_grad_norm=0`` turns it off), makes the run depend on the representative.
-    maximize : bool
-        Ascend.
 
     Raises
     ------
     ValueError
         An option is out of range; no pair is among the parameters; the parameters of a pair lie in several groups or
-        are incomplete; one factor of a pair is frozen, or both factors lack full rank; parameters are sharded.
+        are incomplete; both factors of a pair lack full rank; parameters are sharded.
 
     Notes
     -----
@@ -105,9 +103,8 @@ class QuotientAdam(QuotientOptimizer):
         weight_decay: float = 0.0,
         *,
         max_grad_norm: float | None = None,
-        maximize: bool = False,
     ) -> None:
-        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "maximize": maximize}
+        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         super().__init__(params, pairs, lr=lr, betas=betas, eps=eps, **more)
 
     def _new_state(self, s: Stack) -> dict[str, Tensor]:
@@ -154,14 +151,12 @@ class QuotientMuon(QuotientOptimizer):
 
     Parameters
     ----------
-    params, pairs, max_grad_norm, maximize
+    params, pairs, max_grad_norm
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η, the size of a step of the product, so not AdamW's rate. .02 is a starting point, not a tuned value.
     momentum : float
         μ.
-    nesterov : bool
-        Step along ∇ + μ m; otherwise along m.
     weight_decay : float
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
     betas, eps
@@ -213,14 +208,12 @@ class QuotientMuon(QuotientOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
-        nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         max_grad_norm: float | None = None,
-        maximize: bool = False,
     ) -> None:
-        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "maximize": maximize}
-        super().__init__(params, pairs, lr=lr, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps, **more)
+        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        super().__init__(params, pairs, lr=lr, momentum=momentum, betas=betas, eps=eps, **more)
 
     rest = 1 / 20  # .001 instead of .02
 
@@ -243,10 +236,7 @@ class QuotientMuon(QuotientOptimizer):
         momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
         for g, m in zip(s.g, s.moments(), strict=True):
             torch.add(g, m, alpha=momentum, out=m)
-            if group["nesterov"]:
-                torch.add(g, m, alpha=momentum, out=g)
-            else:
-                g.copy_(m)
+            torch.add(g, m, alpha=momentum, out=g)
         # Where the product lacks rank F is large, and u small: its Gram matrix comes after the product with F.
         u = s.times(s.g, F.mH, "end")
         u, grams = s.grams(u, sizes := s.norms(u))
@@ -264,14 +254,12 @@ class QuotientSGD(QuotientOptimizer):
 
     Parameters
     ----------
-    params, pairs, max_grad_norm, maximize
+    params, pairs, max_grad_norm
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η.
     momentum : float
         μ.
-    nesterov : bool
-        Step along ∇ + μ m.
     weight_decay : float
         λ, decoupled: every step multiplies the product of a pair, and any other parameter, by 1 - ηλ.
 
@@ -310,14 +298,12 @@ class QuotientSGD(QuotientOptimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         *,
-        nesterov: bool = False,
         max_grad_norm: float | None = None,
-        maximize: bool = False,
     ) -> None:
-        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "maximize": maximize}
-        super().__init__(params, pairs, lr=lr, momentum=momentum, nesterov=nesterov, **more)
+        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        super().__init__(params, pairs, lr=lr, momentum=momentum, **more)
 
-    _Others = torch.optim.SGD
+    others = "SGD"
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots
@@ -325,6 +311,4 @@ class QuotientSGD(QuotientOptimizer):
             for g, m in zip(s.g, s.moments(), strict=True):
                 torch.add(g, m, alpha=momentum, out=m)
             u = s.moments()
-            if group["nesterov"]:
-                u = [torch.add(g, m, alpha=momentum) for g, m in zip(s.g, u, strict=True)]
         s.advance_(u, -lr * K_inv.mH @ K_inv, lr * group["weight_decay"])

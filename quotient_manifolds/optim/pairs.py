@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -15,61 +14,37 @@ from ..symmetries.pairs import SymmetricPair
 from .metric import wide
 
 #: What has become of parameters that are not where they were.
-GONE = (
+_GONE = (
     "have been replaced or deleted since this optimiser was created (load_state_dict(assign=True), delete_adapter, "
     "merge_and_unload, or FSDP2 and DeepSpeed, whose shards have no geometry of their own); create it anew, or use DDP"
 )
 
 
-class Places:
-    """Where a model holds the parameters of an optimiser: whoever replaces them later leaves the new ones untrained."""
-
-    def __init__(self, model: nn.Module, own: Collection[Tensor]) -> None:
-        self.model = model
-        self._adapters = [[layer, name, layer.scaling[name]] for layer, name, B in lora_layers(model) if B in own]
-        self._named = {name: p for name, p in model.named_parameters() if p in own}
-
-    def warn_of_strangers(self) -> None:
-        """Warn of a gradient, where the optimiser's parameters have none."""
-        name = next((name for name, p in self.model.named_parameters() if p.grad is not None), None)
-        if name is not None:
-            warnings.warn(
-                f"no parameter of this optimiser has a gradient, but {name!r}, which is none of them, has one: an "
-                "adapter that is added later joins by add_param_group",
-                stacklevel=4,
-            )
-
-    def check(self, own: Collection[Tensor]) -> None:
-        """Raise if parameters have left the model or are merged into others; warn of a scale that has changed."""
-        inside = set(self.model.parameters())
-        gone = [name for name, p in self._named.items() if p not in own or p not in inside]
+def check_places(places: Mapping[nn.Module, Mapping[str, Tensor]], own: Collection[Tensor]) -> None:
+    """Raise if parameters have left their model, where others would stay untrained, or are merged into others."""
+    for model, named in places.items():
+        inside = set(model.parameters())
+        gone = [name for name, p in named.items() if p not in own or p not in inside]
         if gone:
             more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
-            raise ValueError(f"{gone[0]!r}{more} of the model {GONE}")
-        for adapter in self._adapters:
-            layer, name, scale = adapter
-            if layer.merged_adapters:
-                raise ValueError(
-                    f"adapter {layer.merged_adapters[0]!r} is merged into the base weights, which a step of its "
-                    "factors does not reach; call unmerge_adapter() first"
-                )
-            if layer.scaling[name] != scale:
-                warnings.warn(
-                    f"the scale of adapter {name!r} was {scale:g} when this optimiser was created and is "
-                    f"{layer.scaling[name]:g} now: its steps are as long as for the former; create it anew",
-                    stacklevel=4,
-                )
-                adapter[2] = layer.scaling[name]
+            raise ValueError(f"{gone[0]!r}{more} of the model {_GONE}")
+        merged = [layer.merged_adapters[0] for layer, _, B in lora_layers(model) if B in own and layer.merged_adapters]
+        if merged:
+            raise ValueError(
+                f"adapter {merged[0]!r} is merged into the base weights, which a step of its factors does not reach; "
+                "call unmerge_adapter() first"
+            )
 
 
 def alone(pairs: Iterable[SymmetricPair], own: Collection[Tensor]) -> list[SymmetricPair]:
-    """List what forms no pair, but has matrices among ``own`` in its module."""
-    found = [(p.model, p) for p in pairs if p.group is None and not p.frozen and p.model is not None]
+    """List what forms no pair, but has matrices among ``own``: in its module, or, where a part is frozen, in itself."""
+    found = [(p.model, p) for p in pairs if p.group is None and p.model is not None]
     modules: dict[tuple[nn.Module, str], nn.Module] = {}
     for model in {model for model, _ in found}:
         plain = plain_names(model)
         modules.update(((model, plain(path)), m) for path, m in model.named_modules())
-    return [p for model, p in found if any(q in own and q.dim() > 1 for q in modules[model, p.module].parameters())]
+    parts = [(p, p.parameters() if p.frozen else modules[model, p.module].parameters()) for model, p in found]
+    return [p for p, tensors in parts if any(t in own and t.dim() > 1 for t in tensors)]
 
 
 def reasons(pairs: Iterable[SymmetricPair]) -> str:
@@ -82,19 +57,11 @@ def reasons(pairs: Iterable[SymmetricPair]) -> str:
     )
 
 
-def group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection[Tensor]) -> int | None:
-    """Return the parameter group of a usable pair; None for pairs that are to be ignored.
-
-    ``home`` maps every parameter to its group, ``paired`` holds the parameters of all usable pairs.
-    """
+def group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
+    """Return the parameter group of a usable pair, given that of every parameter; None for pairs that are ignored."""
     blocks = pair.G + pair.H
     inside = {home[b.tensor] for b in blocks if b.tensor in home}
     if pair.group is None or not inside:
-        if pair.frozen and any(b.tensor in home and b.tensor not in paired for b in blocks):
-            raise ValueError(
-                f"pair {pair.name!r} is half frozen ({pair.reason}), but the quotient needs both factors to move; "
-                "unfreeze it, or train the other half with torch.optim.AdamW"
-            )
         return None
     for b in blocks:
         if b.tensor not in home:

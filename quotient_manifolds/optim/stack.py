@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -115,18 +115,14 @@ class Stack:
         """List which pairs have a gradient; raise for those of which only a part has one."""
         found = []
         for p in self.pairs.pairs:
-            active, without = False, None
-            for b in p.G + p.H:
-                if getattr(b.module, b.attribute) in gradients:
-                    active = True
-                else:
-                    without = b
-            if active and without is not None:
+            blocks = p.G + p.H
+            without = [b for b in blocks if getattr(b.module, b.attribute) not in gradients]
+            if 0 < len(without) < len(blocks):
                 raise ValueError(
-                    f"pair {p.name!r}: {without.place} has no gradient but the rest of the pair has; train both "
+                    f"pair {p.name!r}: {without[0].place} has no gradient but the rest of the pair has; train both "
                     "factors, or pass this pair to another optimiser"
                 )
-            found.append(active)
+            found.append(not without)
         return found
 
     def measure(self, metric_of: MetricOf, *, double: bool = True) -> None:
@@ -234,7 +230,7 @@ class Stack:
         return self.pairs.pairs[int(where.nonzero()[0]) // self.points].name
 
 
-def explain(stacks: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> None:
+def explain(stacks: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoReturn:
     """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
     if not all(bool((bad := g).isfinite().all()) for g in gradients.values()):
         raise ValueError(
@@ -254,25 +250,14 @@ def restored(
     entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], new_state: Callable[[Stack], dict[str, Tensor]]
 ) -> Stack:
     """Restore a stack from its entry in a ``state_dict``."""
-    if len({abs(p.scale) for p in pairs}) > 1:
-        raise ValueError(
-            "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
-            "new optimizer"
-        )
     s = Stack(pairs, entry["members"], entry["flipped"], entry["group"])
-    state, new = entry["state"], new_state(s) if entry["state"] else {}
-    if state.keys() != new.keys():
+    saved, new = entry["state"], new_state(s) if entry["state"] else {}
+    shapes, wanted = ({name: tuple(value.shape) for name, value in state.items()} for state in (saved, new))
+    if shapes != wanted or len({abs(p.scale) for p in pairs}) > 1:
         raise ValueError(
-            f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
-            f"{', '.join(sorted(new))}: it is of another version; load the model's weights and start "
-            "with a new optimiser"
+            f"the state of pairs has {shapes} where this optimiser has {wanted}: it is of another version, "
+            "another rank, or another model; set ranks, lora_alpha and rslora as they were, or make a new optimiser"
         )
-    for name, value in state.items():
-        if value.shape != new[name].shape:
-            raise ValueError(
-                f"the state is for weights of shape {tuple(value.shape)}, but the weights now have shape "
-                f"{tuple(new[name].shape)}: another rank, or another model"
-            )
-        s.state[name] = value.to(new[name].device)
+    s.state = {name: value.to(new[name].device) for name, value in saved.items()}
     s.steps = entry["steps"]
     return s

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .blocks import GL, block
 from .certificate import Certificate, NotASymmetryError, certify
-from .lora import adapter_pairs
+from .lora import adapter_pairs, lora_pairs_by_name
 from .modules import default_forward
 from .pairs import SymmetricPair, factor_pair, pair
 from .stacks import PairStack, spectra, stacks
@@ -38,6 +38,7 @@ __all__ = [
     "default_forward",
     "factor_pair",
     "find_symmetric_pairs",
+    "lora_pairs_by_name",
     "manifold_parameters_",
     "model_distance",
     "pair",

@@ -6,9 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .blocks import GL, block
+from ..gauge import canonical_gauge
+from ..linalg import in_double
+from .blocks import GL, Block, block
 from .modules import check_model, plain_names
 from .pairs import SymmetricPair, merged, usable
 from .stacks import PairList, without_sharing
@@ -89,10 +92,19 @@ def adapter_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+def _blocks(A: Attribute, B: Attribute, expert: int, experts: int) -> tuple[Block, Block]:
+    """Describe B and Aᵀ of one expert: A_e = A.reshape(E, r, in)[e], B_e = B.reshape(out, r, E)[..., e]."""
+    if experts == 1:
+        return block(*B), block(*A, transpose=True)
+    of_B = Block.from_view(*B, lambda w: w.unflatten(1, (-1, experts))[..., expert])
+    return of_B, Block.from_view(*A, lambda w: w.unflatten(0, (experts, -1))[expert].T)
+
+
 def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) -> Iterator[SymmetricPair]:
     """Yield the pair G = B (out, r), H = Aᵀ (in, r) with the group GL(r) for every active adapter of a LoRA layer.
 
-    ``adapters`` names other adapters to use instead, active or not.
+    Where an adapter changes the weights of several experts (``target_parameters``), each has a pair, whose ``head`` is
+    the expert's number. ``adapters`` names other adapters to use instead, active or not.
     """
     for adapter, A, B in _factors(module, module.active_adapters if adapters is None else adapters):
         if B[0] is A[0] and A[1] == B[1]:
@@ -103,18 +115,97 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
                 "(use_orig_params=True) and ZeRO-3 leave them, but their geometry needs whole factors; use DDP, or "
                 "keep these modules out of the sharding"
             )
-        G, H = block(*B), block(*A, transpose=True)
-        variant = _variant(module, adapter)
-        reasons = {
-            "merged into the base weight; unmerge it": module.merged and adapters is None,
-            "the adapter is disabled": module.disable_adapters and adapters is None,
-            f"no known symmetry of {variant}": variant and not variant.startswith(_PRODUCT_VARIANTS),
-            "the factors of its experts are stacked in two matrices": getattr(module, "num_experts", 1) > 1,
-            "a grouped convolution": G.size[1] != H.size[1],
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), "")
-        group, scale = None if reason else GL(G.size[1]), float(module.scaling[adapter])
-        yield SymmetricPair(name, "lora", group, (G,), (H,), part=adapter, reason=reason, scale=scale)
+        experts, variant = getattr(module, "num_experts", 1), _variant(module, adapter)
+        for expert in range(experts):
+            G, H = _blocks(A, B, expert, experts)
+            reasons = {
+                "merged into the base weight; unmerge it": module.merged and adapters is None,
+                "the adapter is disabled": module.disable_adapters and adapters is None,
+                f"no known symmetry of {variant}": variant and not variant.startswith(_PRODUCT_VARIANTS),
+                "a grouped convolution": G.size[1] != H.size[1],
+            }
+            reason = next((reason for reason, holds in reasons.items() if holds), "")
+            group, head = None if reason else GL(G.size[1]), expert if experts > 1 else None
+            scale = float(module.scaling[adapter])
+            yield SymmetricPair(name, "lora", group, (G,), (H,), head, part=adapter, reason=reason, scale=scale)
+
+
+def _usable(found: Sequence[SymmetricPair], model: nn.Module, include_frozen: bool) -> PairList:
+    """List the pairs of a model that are trained, or all; those that are frozen in part, or share weights, lose it."""
+    trained = [p for p in merged(found) if include_frozen or any(t.requires_grad for t in p.parameters())]
+    usable_ones = without_sharing([usable(p, include_frozen, thin=True) for p in trained])
+    return PairList(replace(p, model=model) for p in usable_ones)
+
+
+def lora_pairs_by_name(
+    model: nn.Module,
+    down: str = "lora_down",
+    up: str = "lora_up",
+    *,
+    scale: str | float = "scale",
+    include_frozen: bool = False,
+) -> PairList:
+    """List the pairs (B, Aᵀ) of LoRA layers that are not peft's, by the names that their factors have.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Every module in it that has both factors is a LoRA layer.
+    down, up : str
+        Names of A and B: layers with a ``weight``, (r, in, …) and (out, r, …), or parameters, whose common dimension is
+        the rank: (r, in) and (out, r) for ``x @ A.T @ B.T``, (in, r) and (r, out) for ``x @ A @ B``.
+    scale : str or float
+        What the layer multiplies the product by: the name of a number of the layer (1 where it has none), or a number.
+    include_frozen : bool
+        As for :func:`adapter_pairs`.
+
+    Returns
+    -------
+    PairList
+        For ``create_quotient_optimizer(model, lr=…, pairs=…)``. Factors without a common dimension have no group.
+
+    Raises
+    ------
+    ValueError
+        No module has factors of these names.
+
+    Examples
+    --------
+    The layers of kohya's scripts, and those of torchtune:
+
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import lora_pairs_by_name
+    >>> layer = torch.nn.ModuleDict({"lora_down": torch.nn.Linear(6, 2), "lora_up": torch.nn.Linear(2, 4)})
+    >>> print(lora_pairs_by_name(torch.nn.Sequential(layer)))
+    0    1 × GL(2), 4+6 rows
+    >>> layer = torch.nn.ModuleDict({"lora_a": torch.nn.Linear(6, 2), "lora_b": torch.nn.Linear(2, 4)})
+    >>> lora_pairs_by_name(torch.nn.Sequential(layer), "lora_a", "lora_b", scale=16 / 2)[0].scale
+    8.0
+    """
+    check_model(model)
+    plain, found = plain_names(model), list[SymmetricPair]()
+    for path, m in model.named_modules():
+        A, B = (_named(m, name) for name in (down, up))
+        if A is not None and B is not None:
+            rows, columns = (getattr(*B).flatten(1).shape, getattr(*A).flatten(1).shape)
+            # Parameters may be those of x A B instead of x Aᵀ Bᵀ; of two common dimensions the rank is the smaller one.
+            swapped = A[0] is m and rows[0] == columns[1] and not (rows[1] == columns[0] <= rows[0])
+            G, H = block(*B, transpose=swapped), block(*A, transpose=not swapped)
+            reason = "" if G.size[1] == H.size[1] else f"{up} and {down} have no dimension in common"
+            group = None if reason else GL(G.size[1])
+            s = getattr(m, scale, 1.0) if isinstance(scale, str) else scale
+            found.append(SymmetricPair(plain(path), "lora", group, (G,), (H,), reason=reason, scale=float(s)))
+    if not found:
+        raise ValueError(f"no module has factors that are called {down!r} and {up!r}; pass the names that yours have")
+    return _usable(found, model, include_frozen)
+
+
+def _named(module: nn.Module, name: str) -> Attribute | None:
+    """Look up a factor of a LoRA layer: a parameter, or the weight of a layer; None if there is none."""
+    found = getattr(module, name, None)
+    place = (found, "weight") if isinstance(found, nn.Module) else (module, name)
+    tensor = getattr(*place, None)
+    return place if isinstance(tensor, Tensor) and tensor.dim() > 1 else None
 
 
 def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, include_frozen: bool = False) -> PairList:
@@ -160,6 +251,56 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
         raise ValueError(f"no layer has an adapter {unknown[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
     wanted = known if names is None else set(names)
     found = [p for path, m in layers for p in lora_pairs(m, path, [a for a in adapter_names(m) if a in wanted])]
-    trained = [p for p in merged(found) if include_frozen or any(t.requires_grad for t in p.parameters())]
-    usable_ones = without_sharing([usable(p, include_frozen, thin=True) for p in trained])
-    return PairList(replace(p, model=model) for p in usable_ones)
+    return _usable(found, model, include_frozen)
+
+
+@torch.no_grad()
+def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> list[str]:
+    r"""Bring every LoRA pair into canonical gauge, :math:`B^T B = A A^T` = diag(σ), without changing the function.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place; its function stays the same up to rounding.
+    adapter_names : sequence of str, optional
+        By default all adapters, active or not, trainable or frozen.
+
+    Returns
+    -------
+    list of str
+        Names of the pairs that were balanced. A pair whose product lacks full rank, as at B = 0, has no canonical
+        representative from which training could continue; it is left unchanged, and so is one on the meta device.
+
+    Raises
+    ------
+    ValueError
+        No layer has an adapter of this name.
+
+    Notes
+    -----
+    The state of an optimiser refers to the old factors, so call this before or after training. It is computed in
+    float64; see :class:`quotient_manifolds.Gauge`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from quotient_manifolds.optim import canonicalize_lora_
+    >>> config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
+    >>> canonicalize_lora_(model)
+    ['base_model.model.0 lora default']
+    >>> A, B = model.base_model.model[0].lora_A.default.weight, model.base_model.model[0].lora_B.default.weight
+    >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
+    True
+    """
+    done = []
+    for pair in adapter_pairs(model, adapter_names, include_frozen=True):
+        if pair.group is None or pair.group.h > min(pair.n, pair.m) or any(b.tensor.is_meta for b in pair.G + pair.H):
+            continue
+        x = in_double(pair.gather().detach().cpu())  # some devices have no double precision
+        gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
+        if bool(gauge.present().all()):
+            pair.scatter_(gauge.x.to(pair.G[0].tensor.device))
+            done.append(pair.name)
+    return done

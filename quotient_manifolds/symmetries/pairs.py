@@ -40,7 +40,7 @@ class SymmetricPair:
     G, H : tuple of Block
         Blocks stacked as rows of the two factors.
     head : int or None
-        Number of the attention head, from 0.
+        Number of the attention head, or of the expert that an adapter changes, from 0.
     part : str
         What distinguishes pairs of the same module, kind and head: ``"rotary"``, or the name of a LoRA adapter.
     reason : str
@@ -113,7 +113,7 @@ class SymmetricPair:
         """Name for messages and tables, such as ``"encoder.layer.3.attention qk head 5"``; ``module`` for your own."""
         if self.head is None and not self.part:
             return self.module
-        head = "" if self.head is None else f"head {self.head}"
+        head = "" if self.head is None else f"{'expert' if self.kind == 'lora' else 'head'} {self.head}"
         return " ".join(word for word in (self.module, self.kind, head, self.part) if word)
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+import sharpness
 from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientMuon,
@@ -18,7 +19,16 @@ from quotient_manifolds.optim import (
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
-from quotient_manifolds.symmetries import adapter_pairs, find_symmetric_pairs
+from quotient_manifolds.symmetries import (
+    adapter_pairs,
+    apply_random_symmetry_,
+    average_lora_,
+    find_symmetric_pairs,
+    lora_pairs_by_name,
+    model_distance,
+    verify,
+)
+from quotient_manifolds.symmetries.certificate import Certification
 
 from ..networks import shake
 from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, train, trainable
@@ -305,30 +315,176 @@ def test_a_run_from_an_orthogonal_start_resumes():
     assert losses[0][-1] < losses[0][0]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_experts_are_trained_by_adamw():
-    """The refusal said that several experts share one factor: each has its own, and moving it leaves the outputs."""
+def of_mixtral(full_rank=True, experts=4):
+    """A model with adapters of its experts."""
     transformers = pytest.importorskip("transformers")
     if "target_parameters" not in inspect.signature(peft.LoraConfig).parameters:
         pytest.skip("this peft adapts no experts")
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=61, hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4,
+        num_key_value_heads=2, num_local_experts=experts,
     )  # fmt: skip
-    adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(transformers.MixtralForCausalLM(config).float(), adapters)
-    with pytest.warns(UserWarning, match="AdamW trains 1 of 1 adapters.* experts are stacked in two matrices"):
-        optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
-    ids = torch.randint(61, (2, 9))
-    losses = []
-    for _ in range(4):
+    config._experts_implementation = "eager"  # others have no float64
+    places = ["experts.gate_up_proj", "experts.down_proj"]
+    adapters = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=[], target_parameters=places, init_lora_weights=not full_rank
+    )
+    return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters).double()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("full_rank", [True, False], ids=["full-rank", "B=0"])
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_experts_are_pairs_that_train_alike_from_equivalent_starts(kind, full_rank):
+    """Each has factors of its own; they were refused, and trained by AdamW."""
+    one = of_mixtral(full_rank)
+    two = moved(one)
+    ids = torch.randint(61, (3, 9))
+    assert torch.allclose(one(input_ids=ids).logits, two(input_ids=ids).logits, atol=1e-10)
+    assert len(adapter_pairs(one)) == 8
+    assert {(p.head, p.n, p.m) for p in adapter_pairs(one)} == {(e, *s) for e in range(4) for s in ((16, 12), (24, 16))}
+    assert adapter_pairs(one)[1].name.endswith("lora expert 1 default")
+    for model in (one, two):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind, weight_decay=0.1, max_grad_norm=0.3)
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            logits = model(input_ids=ids).logits
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0]
+    assert apart(one, two) < 1e-8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_without_tokens_wait_for_their_certificate(monkeypatch):
+    model = of_mixtral(experts=8)
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    seen, real = [], Certification.see
+    monkeypatch.setattr(Certification, "see", lambda *args: seen.append(0) or real(*args))
+    for _ in range(9):
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        model(input_ids=torch.tensor([[3]])).logits.square().mean().backward()  # two of eight experts
         optimizer.step()
-        losses.append(float(loss.detach()))
+    assert 0 < len(optimizer._certification.open) < 16
+    assert len(seen) == 5  # steps 1, 2, 3, 5 and 9
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_sharpness_of_experts_does_not_depend_on_their_factors():
+    one, ids = of_mixtral(), torch.randint(61, (3, 9))
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(input_ids=batch).logits.flatten(0, 1), batch.flatten())
+
+    found = [sharpness.evaluate(m, [ids], loss, rho=0.05, steps=3) for m in (one, moved(one, 10.0))]
+    assert found[0].num_uncertified == 0
+    assert 0 < float(found[0]) == pytest.approx(float(found[1]), rel=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_are_balanced_averaged_and_compared():
+    model, ids = moved(of_mixtral()), torch.randint(61, (3, 9))
+    before, other = model(input_ids=ids).logits, copy.deepcopy(model)
+    assert len(canonicalize_lora_(model)) == 8
+    assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-10)
+    found = model_distance(model, other, match="none")
+    assert len(found.pairs) == 8
+    assert found.total < 1e-6
+    assert verify(model, {"input_ids": ids}).ok
+    config = model.peft_config["default"]
+    for name in ("second", "mean"):
+        model.add_adapter(name, config)
+    model.double()
+    for a, b in zip(
+        adapter_pairs(model, ["default"]), adapter_pairs(model, ["second"], include_frozen=True), strict=True
+    ):
+        b.scatter_(a.gather().detach())
+    apply_random_symmetry_(model, 10.0, pairs=adapter_pairs(model, ["second"], include_frozen=True))
+    average_lora_(model, ["default", "second"], "mean")
+    model.set_adapter("mean")
+    assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+@pytest.mark.parametrize("layers", [("0",), ("0", "2")], ids=["one", "all"])
+def test_the_other_half_of_an_adapter_is_trained_by_adamw(layers, kind):
+    """As in LoRA-FA, which freezes A; it was refused."""
+    model = lora(full_rank=False)
+    for name in layers:
+        model.base_model.model[int(name)].lora_A["default"].weight.requires_grad_(False)
+    kept = copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match=rf"AdamW trains {len(layers)} of 2 adapters, .*frozen: weight.*'base_model"):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind)
+    losses = train(model, optimizer, 10, schedule=False)
     assert losses[-1] < losses[0]
+    for name, p in model.named_parameters():
+        assert torch.equal(p, kept[name]) is not p.requires_grad, name
+
+
+def test_the_other_half_of_an_attention_head_is_trained_by_adamw():
+    """Values without outputs, which lie in one parameter with the queries and keys."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layer.self_attn.out_proj.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="AdamW trains 2 of 4 parts of the model, which form no pair: frozen"):
+        optimizer = create_quotient_optimizer(layer, lr=1e-2)
+    assert len(optimizer.state_dict()["pairs"]) == 2
+    before = layer.self_attn.in_proj_weight.detach().clone()
+    layer(torch.randn(2, 3, 8)).square()[..., 0].sum().backward()
+    optimizer.step()
+    assert bool((layer.self_attn.in_proj_weight != before).any(1).all())
+
+
+class Kohya(nn.Module):
+    """A layer of other scripts, with the factors as layers or as parameters."""
+
+    def __init__(self, base, r, layers, alpha=6):
+        super().__init__()
+        n, m = base.weight.shape
+        self.base, self.scale, self.layers = base.requires_grad_(False), alpha / r, layers
+        if layers:
+            self.lora_down, self.lora_up = nn.Linear(m, r, bias=False), nn.Linear(r, n, bias=False)
+        else:  # x A B
+            self.lora_down, self.lora_up = nn.Parameter(torch.randn(m, r)), nn.Parameter(torch.randn(r, n))
+
+    def forward(self, x):
+        added = self.lora_up(self.lora_down(x)) if self.layers else x @ self.lora_down @ self.lora_up
+        return self.base(x) + self.scale * added
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_adapters_that_are_not_pefts_train_alike(kind, layers):
+    torch.manual_seed(0)
+    one = nn.Sequential(Kohya(nn.Linear(12, 12), 4, layers), nn.Tanh(), Kohya(nn.Linear(12, 9), 2, layers)).double()
+    two = copy.deepcopy(one)
+    pairs = lora_pairs_by_name(one)
+    assert [(p.name, p.n, p.m, p.group.h, p.scale) for p in pairs] == [("0", 12, 12, 4, 1.5), ("2", 9, 12, 2, 3.0)]
+    assert [p.scale for p in lora_pairs_by_name(one, scale=0.5)] == [0.5, 0.5]
+    apply_random_symmetry_(two, 100.0, pairs=lora_pairs_by_name(two))
+    assert torch.allclose(one(X), two(X), atol=1e-10)
+    for model in (one, two):
+        optimizer = create_quotient_optimizer(model, lr=1e-2, optimizer=kind, pairs=lora_pairs_by_name(model))
+        losses = train(model, optimizer, 30)
+        assert losses[-1] < losses[0]
+    assert torch.allclose(one(X), two(X), atol=1e-8)
+    with pytest.raises(ValueError, match="no module has factors that are called 'down' and 'lora_up'"):
+        lora_pairs_by_name(one, "down")
+
+
+def test_factors_of_other_scripts_that_form_no_pair():
+    """Those of fused layers, as loralib stacks them, and convolutions."""
+    conv = nn.ModuleDict({"lora_down": nn.Conv2d(3, 2, 3), "lora_up": nn.Conv2d(2, 5, 1)})
+    fused = nn.ModuleDict({"lora_down": nn.Linear(6, 4), "lora_up": nn.Linear(2, 12)})
+    convolution, refused = lora_pairs_by_name(nn.ModuleList([conv, fused]))
+    assert (convolution.group.h, convolution.n, convolution.m) == (2, 5, 27)
+    assert refused.reason == "lora_up and lora_down have no dimension in common"
+    conv.lora_up.requires_grad_(False)
+    assert lora_pairs_by_name(conv)[0].frozen
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -637,35 +793,6 @@ def test_a_step_of_merged_adapters_is_refused():
     assert torch.allclose(model(X), outputs)
     optimizer.step()
     assert not torch.allclose(model(X), outputs)
-
-
-def test_a_scale_that_has_changed_is_named_once():
-    model = lora()
-    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
-    model.base_model.model[0].set_scale("default", 3.0)
-    with pytest.warns(UserWarning, match="scale of adapter 'default' was 2 .* is 6 now") as warned:
-        train(model, optimizer, 3, schedule=False)
-    assert len(warned) == 1
-    model.base_model.model[0].set_scale("default", 1.0)
-    with pytest.warns(UserWarning, match="was 6 .* is 2 now"):  # also where groups are added in between
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-def test_an_adapter_that_did_not_join_is_named():
-    model = lora()
-    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
-    model.add_adapter("new", CONFIG)
-    model.set_adapter("new")
-    model.double()
-    optimizer.zero_grad()
-    optimizer.step()  # there is no gradient at all, as before the first batch
-    loss_of(model).backward()
-    with pytest.warns(UserWarning, match=r"no parameter of this optimiser has a gradient, but '.*new.*add_param_group"):
-        optimizer.step()
-    new = adapter_pairs(model, ["new"])
-    optimizer.add_param_group({"params": [p for q in new for p in q.parameters()], "pairs": new})
-    losses = train(model, optimizer, 5, schedule=False)
-    assert losses[-1] < losses[0]
 
 
 def compiled(model):

@@ -220,17 +220,17 @@ def root(S):
 class ExplicitMuon:
     """Muon of one pair by eigenvalues and singular values, G of n × h and H of m × h."""
 
-    def __init__(self, G, H, lr, momentum, nesterov, decay, scale):
-        self.G, self.H, self.options = G, H, (lr, momentum, nesterov, decay, scale)
+    def __init__(self, G, H, lr, momentum, decay, scale):
+        self.G, self.H, self.options = G, H, (lr, momentum, decay, scale)
         self.m = [torch.zeros_like(G), torch.zeros_like(H)]
 
     def step(self, grads):
-        lr, momentum, nesterov, decay, scale = self.options
+        lr, momentum, decay, scale = self.options
         G, H, M, N = self.G, self.H, self.G.T @ self.G, self.H.T @ self.H
         ends, floor = [], 1e-6 * torch.trace(M @ N) + (lr / (4 * (1 - momentum) * scale)) ** 2
         for k, (X_, W) in enumerate(((G, N), (H, M + floor * torch.linalg.inv(N)))):
             self.m[k] = momentum * self.m[k] + grads[k]
-            u = grads[k] + momentum * self.m[k] if nesterov else self.m[k]
+            u = grads[k] + momentum * self.m[k]
             if not M.any() and k:
                 ends.append((1 - lr * decay) ** 0.5 * X_)
                 continue
@@ -242,9 +242,8 @@ class ExplicitMuon:
         self.G, self.H = ends
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("start", ["zero", "full"])
-def test_against_singular_values(start, nesterov):
+def test_against_singular_values(start):
     torch.manual_seed(0)
     n, m, h = 9, 7, 3
     G, H = (torch.zeros if start == "zero" else torch.randn)(n, h), torch.randn(m, h)
@@ -254,8 +253,8 @@ def test_against_singular_values(start, nesterov):
         up.weight.copy_(G)
         down.weight.copy_(H.T)
     p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h)), scale=2.0)
-    optimizer = QuotientMuon([up.weight, down.weight], [p], 0.05, 0.8, 0.1, nesterov=nesterov)
-    oracle = ExplicitMuon(G, H, 0.05, 0.8, nesterov, 0.1, 2.0)
+    optimizer = QuotientMuon([up.weight, down.weight], [p], 0.05, 0.8, 0.1)
+    oracle = ExplicitMuon(G, H, 0.05, 0.8, 0.1, 2.0)
     for _ in range(12):
         optimizer.zero_grad()
         torch.cosh(up.weight @ down.weight - target).sum().backward()
@@ -355,7 +354,7 @@ def test_no_step_is_long_where_the_product_is_small(sigma, momentum, monkeypatch
     torch.manual_seed(0)
     G, H = (torch.linalg.qr(torch.randn(k, 3)).Q for k in (9, 7))
     T, lr = torch.randn(9, 7), 1e-2
-    options = {"momentum": momentum, "nesterov": momentum > 0}
+    options = {"momentum": momentum}
     assert 0.499 < first_step(sigma * lr * G, H, T, lr, **options) <= 1.001 + (1 - momentum) / 2
 
     def metric(self, stack, grams):  # what a floor that knows nothing of the rate would do
@@ -439,18 +438,17 @@ def test_the_first_step_in_float32_gives_numbers(start, width, lr, size):
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_the_first_step(scale, nesterov):
+def test_the_first_step(scale):
     up, down = nn.Linear(3, 6, bias=False), nn.Linear(5, 3, bias=False)
     p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(3)), scale=scale)
     G, H = p.gather().detach().split([6, 5])
     W = scale**2 * H.T @ H, scale**2 * G.T @ G + torch.linalg.inv(H.T @ H)
-    optimizer = QuotientSGD([up.weight, down.weight], [p], 0.1, 0.9, 0.5, nesterov=nesterov)
+    optimizer = QuotientSGD([up.weight, down.weight], [p], 0.1, 0.9, 0.5)
     (up.weight @ down.weight).sin().sum().backward()
     optimizer.step()
     D = (G @ H.T).cos()
     for factor, gradient, weight, found in ((G, D @ H, W[0], up.weight), (H, D.T @ G, W[1], down.weight.T)):
-        step = (1.9 if nesterov else 1.0) * gradient @ torch.linalg.inv(weight)
+        step = gradient @ torch.linalg.inv(weight)
         torch.testing.assert_close(found.detach(), (1 - 0.1 * 0.5) ** 0.5 * factor - 0.1 * step)
 
 
