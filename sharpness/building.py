@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.blocks import Block as Part
+from quotient_manifolds.symmetries.blocks import Block
 from quotient_manifolds.symmetries.modules import check_model, is_point, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.points import point_pairs
@@ -25,7 +25,7 @@ from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
 from .errors import words_of
 from .measures import ElementwiseBlock, Measure, PairBlock
-from .points import Block, PointBlock, check_points
+from .points import PointBlock, WeightBlock, check_points
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
@@ -203,7 +203,7 @@ def vector_lengths(
     parameter.
     """
     wiring = Wiring() if wiring is None else wiring
-    moved: dict[Tensor, list[Part]] = {}
+    moved: dict[Tensor, list[Block]] = {}
     for part in (b for pair in pairs if pair.group is not None for b in pair.G + pair.H):
         moved.setdefault(part.tensor, []).append(part)
 
@@ -261,12 +261,12 @@ def vector_lengths(
 
 def build_blocks(
     measure: Measure, parameters: Mapping[str, Tensor], dtype: torch.dtype, division: Division
-) -> list[Block]:
+) -> list[WeightBlock]:
     """Return the blocks of some parameters, with coordinates of a dtype: single ones first, then stacks of pairs."""
     covered = coverage(division.stacks)
     for p, mask in division.constant.items():
         covered[p] = mask | covered[p] if p in covered else mask
-    single: list[Block] = [
+    single: list[WeightBlock] = [
         PointBlock(name, p, dtype) if measure.takes_points and is_point(p)
         else ElementwiseBlock(p, measure, dtype, covered.get(p), division.lengths.get(p))
         for name, p in parameters.items()

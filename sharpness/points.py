@@ -180,4 +180,4 @@ class PointBlock:
 
 
 #: A block of any kind.
-Block = ElementwiseBlock | PairBlock | PointBlock
+WeightBlock = ElementwiseBlock | PairBlock | PointBlock

@@ -20,12 +20,12 @@ from quotient_manifolds.symmetries.certificate import Certification
 from .building import build_blocks, divide, trainable, warn_of_unknown
 from .measures import Measure, PairBlock, get_measure
 from .perturb import pointing_to
-from .points import Block
+from .points import WeightBlock
 
 
 def _build(
     model: nn.Module, base: Optimizer, measure: Measure, pairs: Sequence[SymmetricPair] | None
-) -> tuple[list[Tensor], list[Block]]:
+) -> tuple[list[Tensor], list[WeightBlock]]:
     """Return the parameters that the base optimiser trains, and their blocks."""
     trained = {p for group in base.param_groups for p in group["params"]}
     known = trainable(model)

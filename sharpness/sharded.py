@@ -19,7 +19,7 @@ from .building import build_blocks, divide
 from .distributed import World, check_sharded, reshard, twin_of
 from .measures import Measure
 from .perturb import Gradients
-from .points import Block
+from .points import WeightBlock
 from .space import WeightSpace
 
 
@@ -213,7 +213,7 @@ class ShardedSpace(WeightSpace):
         moving, trained = self.parameters.values(), (p for p in model.parameters() if p.requires_grad)
         self.gradients = Gradients([shards.of[p] for p in moving], trained, backward=True)
 
-    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[Block]:
+    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
         shards, form, state = self._shards, None, ShardedState(self._shards)
         if self.measure.form == "canonical":
             self.form = form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)

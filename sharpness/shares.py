@@ -9,10 +9,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import Block as Part
+from quotient_manifolds.symmetries.blocks import Block
 
 from .measures import PairBlock
-from .points import Block
+from .points import WeightBlock
 
 #: The parts of a network, in the order of tables.
 PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
@@ -109,7 +109,7 @@ class Places:
 
     def __init__(self, model: nn.Module, names: Mapping[str, Tensor], pairs: Iterable[SymmetricPair]) -> None:
         pairs = [p for p in pairs if p.group is not None]
-        self._inside: dict[Tensor, list[tuple[str, Part]]] = {}
+        self._inside: dict[Tensor, list[tuple[str, Block]]] = {}
         for pair in pairs:
             for part in pair.G + pair.H + pair.null:
                 self._inside.setdefault(part.tensor, []).append((_part_of_pair(pair), part))
@@ -125,7 +125,7 @@ class Places:
             elif p.squeeze().dim() < 2:
                 self._rest[p] = "norms and biases"
 
-    def squares(self, vector: Iterable[tuple[Block, Tensor]]) -> dict[Place, float]:
+    def squares(self, vector: Iterable[tuple[WeightBlock, Tensor]]) -> dict[Place, float]:
         """Add up the squared coordinates at every place, in the order of the parameters.
 
         Coordinates of single weights have the shape of their parameter, or as many numbers.
@@ -137,7 +137,7 @@ class Places:
         places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
         return {place: found[place] for place in places if found[place] > 0}
 
-    def _of_block(self, block: Block, c: Tensor) -> Iterator[tuple[Place, float]]:
+    def _of_block(self, block: WeightBlock, c: Tensor) -> Iterator[tuple[Place, float]]:
         if isinstance(block, PairBlock):
             for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
                 layer = self._layers[pair.G[0].tensor]

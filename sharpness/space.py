@@ -20,7 +20,7 @@ from .direction import Direction
 from .distributed import World
 from .measures import Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
-from .points import Block
+from .points import WeightBlock
 from .shares import Places
 
 
@@ -164,7 +164,7 @@ class WeightSpace:
         self._places: Places | None = None
         self.remarks: list[str] = []
 
-    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[Block]:
+    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
         """Return the blocks at the base point, the model's own or its canonical form."""
         if self.measure.form == "canonical":
             self.form = canonical_form(self.model, classes=self.classes, pairs=pairs)
@@ -176,7 +176,7 @@ class WeightSpace:
         """Return a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
-    def each(self, v: Tensor) -> Iterator[tuple[Block, Tensor]]:
+    def each(self, v: Tensor) -> Iterator[tuple[WeightBlock, Tensor]]:
         """Yield each block with its part of a vector, (dim,), on the model's device."""
         for block, part in zip(self.blocks, v.split(self._sizes), strict=True):
             yield block, part.to(self.model_device)
