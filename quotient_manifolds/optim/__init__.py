@@ -157,7 +157,7 @@ def create_quotient_optimizer(
             warnings.warn(f"AdamW trains parts of the model: {advice}", stacklevel=2)
     if others not in ("adamw", "muon") or (others == "muon" and not hasattr(torch.optim, "Muon")):
         raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
-    hidden = _hidden(model) if others == "muon" else set[Tensor]()
+    hidden = _hidden(model, pairs) if others == "muon" else set[Tensor]()
     return _create(model, pairs, set(), lr, other_params_lr, optimizer, options, hidden)
 
 
@@ -173,9 +173,11 @@ def _no_adapter(model: nn.Module) -> str:
     return "; wrap it with peft.get_peft_model"
 
 
-def _hidden(model: nn.Module) -> set[Tensor]:
-    """Return the weights of linear layers, except the last one and those that are embeddings too."""
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+def _hidden(model: nn.Module, pairs: Sequence[SymmetricPair]) -> set[Tensor]:
+    """Return the weights of linear layers, except the last one, embeddings' and adapters'."""
+    adapters = {b.module for p in pairs if p.kind == "lora" for b in p.G + p.H}
+    linear: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    layers = [m for m in linear if m not in adapters]
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     return {m.weight for m in layers} - {layers[-1].weight, *tables} if layers else set()
 

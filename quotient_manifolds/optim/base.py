@@ -129,7 +129,8 @@ class QuotientOptimizer(Optimizer):
         if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
             what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
             which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"
-            warnings.warn(f"{self.others} trains {which}", stacklevel=5)
+            others = dict.fromkeys(group["others"] for group in self.param_groups)
+            warnings.warn(f"{' or '.join(others)} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
         self._certification = Certification(s.pairs for s in self._stacks)

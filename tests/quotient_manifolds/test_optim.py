@@ -1047,6 +1047,18 @@ def test_hidden_matrices_outside_pairs_move_as_by_muon(kind):
         create_quotient_optimizer(model, others="sgd", **options)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_adapters_without_a_pair_are_no_matrices_for_muon():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 9), nn.Linear(9, 2))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "1"])).requires_grad_(True)
+    model.base_model.model[0].lora_A["default"].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="AdamW or Muon trains 1 of 2 adapters, which form no pair: frozen"):
+        optimizer = create_quotient_optimizer(model, lr=1e-2, others="muon", pairs=adapter_pairs(model))
+    layers = [model.base_model.model[i].base_layer.weight for i in range(2)]
+    assert [g["params"] for g in optimizer.param_groups if g["others"] == "Muon"] == [layers]
+
+
 def test_numbers():
     assert [is_number(v) for v in (1, 0.5, torch.tensor(2.0), True, "1", torch.ones(2))] == [True] * 3 + [False] * 3
 
