@@ -172,7 +172,7 @@ class QuotientOptimizer(Optimizer):
                 s.measure(self._metric, double=True)
         if not (stacks or outside) or not self._is_sound(stacks, gradients, outside):
             return
-        if self.certify and any(s.steps & (s.steps - 1) == 0 and self._is_open(s) for s in stacks):
+        if self.certify and any(s.awaits(self._certification.open) for s in stacks):
             self._certify(gradients)
         for s in stacks:
             s.steps += 1
@@ -222,15 +222,10 @@ class QuotientOptimizer(Optimizer):
             return False
         explain(stacks, gradients)
 
-    def _is_open(self, s: Stack) -> bool:
-        """Return whether a pair of a stack is not certified yet."""
-        return not self._certification.open.isdisjoint(s.pairs.pairs)
-
     def _certify(self, gradients: Gradients) -> None:
         """Raise for a pair that is no symmetry of the loss; warn where the gradient may be one at other weights.
 
-        It may if no pair has passed. Pairs of adapters are symmetries by their making. Pairs without a gradient, such
-        as experts without tokens, are looked at again, but not in every step, for that reads from the device.
+        It may if no pair has passed. Pairs of adapters are symmetries by their making.
         """
         found = self._certification.see(gradients)
         try:
@@ -275,8 +270,7 @@ class QuotientOptimizer(Optimizer):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        names = ("members", "flipped", "group", "steps", "state")
-        stacks = [{name: getattr(s, name) for name in names} for s in self._stacks]
+        stacks = [s.saved() for s in self._stacks]
         more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "stacks": stacks}
         return copy.deepcopy({**super().state_dict(), **more})
 

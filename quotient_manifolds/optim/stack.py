@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -221,9 +221,20 @@ class Stack:
         """Let fewer points take their step."""
         self.mask = mask if self.mask is None else self.mask & mask
 
+    def awaits(self, certificate: Set[SymmetricPair]) -> bool:
+        """Return whether to look for the certificates of pairs that await one: at steps 1, 2, 3, 5, 9, and so on.
+
+        Pairs without a gradient, such as experts without tokens, keep waiting, and looking reads from the device.
+        """
+        return self.steps & (self.steps - 1) == 0 and not certificate.isdisjoint(self.pairs.pairs)
+
     def sound(self) -> Tensor:
         """Return where the anchor of a pair that takes its step has full rank; (points,)."""
         return self.only(self.metric.sound, True)
+
+    def saved(self) -> dict[str, Any]:
+        """Return what :func:`restored` reads."""
+        return {name: getattr(self, name) for name in ("members", "flipped", "group", "steps", "state")}
 
     def name(self, where: Tensor) -> str:
         """Return the name of the first pair of which a point is marked."""
