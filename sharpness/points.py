@@ -164,12 +164,14 @@ class PointBlock:
             out.zero_()
             return
         points = self._of_flat(torch.zeros_like(out) if at is None else at)
-        still, sides = (points == 0).all(-1, keepdim=True), [points]
-        if bool(still.any()):  # at 0 autograd divides 0 by 0 in many retractions; the mean's error is of order _NEAR²
+        found = self._pulled(points, egrad)
+        # Where a vector is 0, or its part in one manifold of a product, autograd divides 0 by 0 in many retractions.
+        lost = (points == 0).all(-1, keepdim=True) | ~found.isfinite().all(-1, keepdim=True)
+        if bool(lost.any()):  # the mean of both sides has an error of order _NEAR²
             near = self._of_flat(self.random(torch.Generator().manual_seed(0)))
             near = near * (_NEAR / near.norm(dim=-1, keepdim=True))
-            sides = [torch.where(still, side, points) for side in (near, -near)]
-        found = torch.stack([self._pulled(side, egrad) for side in sides]).mean(0)
+            sides = [torch.where(lost, points + side, points) for side in (near, -near)]
+            found = torch.stack([self._pulled(side, egrad) for side in sides]).mean(0)
         out.copy_(self.project(found.flatten()))
 
     def _pulled(self, points: Tensor, egrad: Tensor) -> Tensor:

@@ -118,6 +118,21 @@ def test_gradient_and_hessian_are_those_in_an_orthonormal_basis(name):
     assert found.trace == pytest.approx(float(H.trace()), rel=1e-3, abs=4 * (found.std_error or 0) + 1e-4)
 
 
+def test_a_loss_that_does_not_depend_on_one_manifold_of_a_product():
+    """Its directions are zero there, where autograd divided 0 by 0."""
+    problem = Problem(point("ProductManifold"))  # of a sphere and a ball
+    for part in (slice(0, 3), slice(3, 5)):
+        data = data_of(problem.x)
+        data[:, part] = 0
+        H = coordinates(problem, data)[1]
+        found = sharpness.hessian(problem, [data], loss, progress=False)
+        assert float(found) == pytest.approx(
+            max(float(torch.linalg.eigvalsh((H + H.T) / 2)[-1]), 0), rel=1e-4, abs=1e-8
+        )
+        worst = sharpness.evaluate(problem, [data], loss, rho=0.3, steps=20, progress=False)
+        assert 0 < float(worst) < 1
+
+
 def test_a_gradient_without_the_retraction_is_noticed(monkeypatch):
     monkeypatch.setattr(points.PointBlock, "_pulled", without_retraction)
     problem = Problem(point("Scaled"))  # whose retraction begins at half of the vector
