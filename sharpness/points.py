@@ -18,7 +18,7 @@ from .measures import ElementwiseBlock, Measure, PairBlock, Tensors
 #: Numbers in the frames of a parameter's points, each the square of a point's size.
 _LARGEST = 2**22
 #: Length at which the derivative of a retraction at 0 is taken: there itself, geoopt's divide by the length.
-_NEAR = 1e-5
+_NEAR = 1e-6
 
 
 def check_points(measure: Measure, parameters: Mapping[str, Tensor]) -> None:
