@@ -164,9 +164,11 @@ class PointBlock:
             out.zero_()
             return
         points = self._of_flat(torch.zeros_like(out) if at is None else at)
-        found = self._pulled(points, egrad)
         # Where a vector is 0, or its part in one manifold of a product, autograd divides 0 by 0 in many retractions.
-        lost = (points == 0).all(-1, keepdim=True) | ~found.isfinite().all(-1, keepdim=True)
+        lost = (points == 0).all(-1, keepdim=True)
+        if not bool(lost.all()):
+            found = self._pulled(points, egrad)
+            lost = lost | ~found.isfinite().all(-1, keepdim=True)
         if bool(lost.any()):  # the mean of both sides has an error of order _NEAR²
             near = self._of_flat(self.random(torch.Generator().manual_seed(0)))
             near = near * (_NEAR / near.norm(dim=-1, keepdim=True))
