@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 # Test processes import thousands of modules each, so bytecode is kept even where the environment says not to.
 export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process. Each imports for eleven seconds; a test that waits for processes of its own keeps a core busy.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
@@ -33,7 +33,7 @@ exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 
 	EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev  ## check style, docstrings, and which file may import which
 	$(BIN)/ruff check .
