@@ -106,7 +106,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     def refuse(*_):
         raise AssertionError("hashed for nothing: --out is not given")
 
-    monkeypatch.setattr("sharpness.cli.one_model.of_model", refuse)
+    monkeypatch.setattr("sharpness.commands.of_model", refuse)
     arguments = [
         "run",
         "tests.spread:model",
