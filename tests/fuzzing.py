@@ -597,7 +597,7 @@ def calls(rng, world):
         (symmetries.apply_random_symmetry_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
         (symmetries.block, {"module": one, "attribute": "weight", "rows": slice(None), "columns": slice(None),
                             "transpose": False, "rotary": None}),
-        (symmetries.GL, {"h": 2, "diagonal": False}), (symmetries.spectra, {"pairs": pairs}),
+        (symmetries.GL, {"h": 2, "diagonal": False}),
         (symmetries.stacks, {"pairs": pairs}),
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.GL(2), "name": "a"}),
         (symmetries.PairStack, {"pairs": pairs[:1]}),

@@ -191,7 +191,7 @@ def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
     assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm"]) == 0
     assert "drawn: " in capsys.readouterr().err
     drawn = {p.name for p in figures.iterdir()}
-    assert drawn == {"geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"}
+    assert drawn == {"geodesic-inv-profile.png", "geodesic-inv-layers.png"}
     assert len(json.loads(out.read_text())["results"]) == 2
     # What is wrong is known before any measure takes its time.
     out.unlink()

@@ -6,7 +6,6 @@ import pytest
 from torch import nn
 
 import sharpness
-from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
 from sharpness import LayerShare, LayerShares, Profile, plots
 from tests import networks
 from tests.processes import together
@@ -77,23 +76,11 @@ def test_layers():
         plots.plot_layers(LayerShares())
 
 
-def test_spectra():
-    found = spectra(find_symmetric_pairs(nn.MultiheadAttention(8, 2)))
-    qk, vo, last = plots.plot_spectra(found).axes
-    assert len(qk.lines) == len(vo.lines) == 2
-    np.testing.assert_allclose(qk.lines[0].get_ydata(), found[0].product)
-    by_label = {line.get_label(): line.get_ydata() for line in last.lines}
-    np.testing.assert_allclose(by_label["G"], [s.min_singular_value_G for s in found])
-    np.testing.assert_allclose(by_label["GHᵀ"], [s.product[-1] for s in found])
-    with pytest.raises(ValueError, match="no pairs to draw"):
-        plots.plot_spectra([])
-
-
 def test_everything_of_a_model(tmp_path):
     model, batch = networks.vit(), networks.images()
     result = sharpness.evaluate(model, [batch], rho=[0.01, 0.05], progress=False)
     drawn = plots.plot_model(model, batch, result, tmp_path / "figures")
-    assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"]
+    assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
     seen = []
 
