@@ -234,16 +234,14 @@ def run(
 
 def _check_targets(model: str, data: str, checkpoint: str | None, out: Path | None, figures: Path | None) -> None:
     """Check that results can be written, and that they replace nothing that is read."""
-    read = places(data)
-    folders = [path for path in read if path.is_dir()]
     if figures is not None:
-        check_apart(figures, (), folders)
+        check_apart(figures, (), places(data))
         with require_extra("figures need matplotlib", "plot"):
             import matplotlib  # noqa: F401
         check_folder(figures)
     if out is not None:
         check_file(out)
-        check_apart(out, [*places(model), checkpoint, *read], folders)
+        check_apart(out, [*places(model), checkpoint], places(data))
 
 
 def _draw(figures: Path, model: Any, batches: Any, result: SharpnessResult, passes: dict[str, Any]) -> None:
@@ -281,7 +279,7 @@ def sweep(config: Path, *, out: Path, shard: str = "1/1", quiet: bool = False) -
     """
     plan, results = study.read_config(config), out / "results.jsonl"
     data = [path for d in (plan.data, plan.train, plan.test) if d is not None for path in places(d.source)]
-    check_apart(results, [config, plan.initial, *data], [path for path in data if path.is_dir()])
+    check_apart(results, [config, plan.initial], data)
     if results.exists() and not (out / "jobs").is_dir():
         raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
     failed = study.run_sweep(plan, out, shard=shard, progress=not quiet)

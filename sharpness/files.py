@@ -41,16 +41,16 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
             return path
 
 
-def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], whole: Iterable[Path] = ()) -> None:
+def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], data: Iterable[Path] = ()) -> None:
     """Raise if writing at ``out`` would change what is read; call it before the work whose result it will hold.
 
-    Refused are what is read, what there is already in folders that are read, and any place in those of ``whole``, all
-    of whose files are data.
+    Refused are what is read, what there is already in folders that are read, and any place in folders of data, all of
+    whose files are data.
     """
-    place, whole = out.resolve(), list(whole)
-    for source in map(Path, (*(path for path in read if path is not None), *whole)):
+    place, data = out.resolve(), list(data)
+    for source in map(Path, (*(path for path in read if path is not None), *data)):
         one = source.resolve()
-        if place == one or (one.is_dir() and place.is_relative_to(one) and (source in whole or place.exists())):
+        if place == one or (one.is_dir() and place.is_relative_to(one) and (source in data or place.exists())):
             how = "replace" if place == one else "change"
             raise ValueError(f"writing to {out} would {how} {source}, which is read; choose another place")
 
