@@ -157,6 +157,7 @@ def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(b"read")
     monkeypatch.setattr("sharpness.models.load", None)  # before any work
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of a page of the documentation
     model, data = ("bert", "data") if "/" in out else ("mine:model", "xy.pt")
     run = ["run", model, data, "--checkpoint", "w.pt", "--rho", "0.1", "--quiet", "--out", out]
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
