@@ -120,7 +120,7 @@ def model_distance(
     Returns
     -------
     ModelDistance
-        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map (``sharpness.plots.plot_distances``).
+        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map.
 
     Raises
     ------
