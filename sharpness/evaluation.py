@@ -43,7 +43,7 @@ def evaluate(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None, statistic: str = "worst",
     pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, normalize_logits: bool = False,
-    micro_batch: int | None = None, offload: bool = False, keep_directions: bool | None = None, progress: bool = True,
+    micro_batch: int | None = None, keep_directions: bool | None = None, progress: bool = True,
     group: ProcessGroup | None = None, **search: Any,
 ) -> SharpnessResult:  # fmt: skip
     r"""Measure the sharpness of a model: how far the loss rises within a ball around its weights.
@@ -76,8 +76,6 @@ def evaluate(
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
         Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
-    offload : bool
-        Keep the vectors of the search in main memory: a GPU holds one copy of the weights instead of four or five.
     keep_directions : bool, optional
         Keep the worst directions, as large as the model, in main memory; by default the first ones, up to 2 GiB.
     progress : bool
@@ -117,7 +115,7 @@ def evaluate(
     measure, radii, options = _checked(get_measure(measure), rho, statistic, search)
     return _evaluate(
         model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs=pairs,
-        only=only, offload=offload,
+        only=only,
     )  # fmt: skip
 
 

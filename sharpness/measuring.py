@@ -60,7 +60,7 @@ class BatchLoss:
     """
 
     def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int) -> None:
-        batch = to_device(batch, space.model_device)
+        batch = to_device(batch, space.device)
         batch = to_float32(batch) if space.in_float32 else batch
         self.space, self.objective, self.index, self.pieces = space, objective, index, _share(space, objective, batch)
         self.passes = 0
@@ -182,7 +182,7 @@ def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[f
 @contextmanager
 def measured(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective, *,
-    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, offload: bool = False,
+    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
@@ -190,7 +190,7 @@ def measured(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
     sharded = is_sharded_model(model)
-    make = partial(ShardedSpace if sharded else WeightSpace, model, only=only, offload=offload)
+    make = partial(ShardedSpace if sharded else WeightSpace, model, only=only)
     with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         try:

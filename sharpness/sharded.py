@@ -190,13 +190,13 @@ class ShardedSpace(WeightSpace):
 
     Parameters
     ----------
-    model, measure, pairs, classes, only, offload
+    model, measure, pairs, classes, only
         As for :class:`WeightSpace`.
     """
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None, offload: bool = False,
+        classes: bool = False, only: str | None = None,
     ) -> None:  # fmt: skip
         if measure.pair_block is not None:
             raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
@@ -208,7 +208,7 @@ class ShardedSpace(WeightSpace):
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
         of_twin = None if pairs is None else in_copy(pairs, model, shards.twin)
-        super().__init__(shards.twin, measure, of_twin, classes=classes, only=only, offload=offload)
+        super().__init__(shards.twin, measure, of_twin, classes=classes, only=only)
         self.model, self.world, self.given, self.pairs = model, shards.world, pairs, self._all_pairs
         moving, trained = self.parameters.values(), (p for p in model.parameters() if p.requires_grad)
         self.gradients = Gradients([shards.of[p] for p in moving], trained, backward=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class Evidence:
     @property
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
-        rough = self._space.above_base or torch.is_autocast_enabled(self._space.model_device.type)
+        rough = self._space.above_base or torch.is_autocast_enabled(self._space.device.type)
         return HALF_PRECISION / 3 if rough else 1e-4
 
     def see(self, gradient: Mapping[Tensor, Tensor]) -> None:
@@ -79,19 +80,16 @@ class WeightSpace:
         For measures at the canonical form: the loss uses the logits only through a softmax.
     only : str, optional
         A regular expression. Parameters whose names do not match it are not moved.
-    offload : bool
-        Keep coordinate vectors in main memory, so that the model's device holds those of one block at a time.
 
     Attributes
     ----------
     dtype, device
-        Of the coordinate vectors: the widest dtype among the weights, at least float32.
+        Of the coordinate vectors: the widest dtype among the weights, at least float32; and the weights' device, to
+        which batches belong.
     dim : int
         Number of coordinates.
     blocks : list of ElementwiseBlock, PairBlock or PointBlock
         Squared norms add up over them.
-    model_device : torch.device
-        That of the weights, to which batches belong.
     parameters : dict of str to Tensor
         Those that move, by name.
     copies : dict of Tensor to Tensor
@@ -132,7 +130,7 @@ class WeightSpace:
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None, offload: bool = False,
+        classes: bool = False, only: str | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
@@ -141,8 +139,7 @@ class WeightSpace:
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model, only))
         moving = list(self.parameters.values())
-        self._offload, self.model_device = offload, moving[0].device
-        self.device = torch.device("cpu") if offload else self.model_device
+        self.device = moving[0].device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
         self.above_base = stands_on_narrow_base(model, moving)
         #: Whether the whole half-precision model is in float32 while attached.
@@ -176,16 +173,15 @@ class WeightSpace:
         """Return a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
-    def each(self, v: Tensor) -> Iterator[tuple[WeightBlock, Tensor]]:
-        """Yield each block with its part of a vector, (dim,), on the model's device."""
-        for block, part in zip(self.blocks, v.split(self._sizes), strict=True):
-            yield block, part.to(self.model_device)
+    def each(self, v: Tensor | None) -> Iterator[tuple[WeightBlock, Any]]:
+        """Iterate over the blocks, each with its part of a vector, (dim,); with None for None, the base point."""
+        return zip(self.blocks, [None] * len(self.blocks) if v is None else v.split(self._sizes), strict=True)
 
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, (dim,), equal on all devices and at all points of an orbit."""
         xi = self.empty()
-        parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
+        parts = dict(self.each(xi))
         for block in self._in_order:
             parts[block].copy_(block.random(generator))
         return xi
@@ -198,7 +194,7 @@ class WeightSpace:
     def project(self, v: Tensor) -> Tensor:
         """Return the horizontal part of a vector, (dim,)."""
         out = self.empty()
-        for (block, c), part in zip(self.each(v), out.split(self._sizes), strict=True):
+        for (block, c), (_, part) in zip(self.each(v), self.each(out), strict=True):
             part.copy_(block.project(c))
         return out
 
@@ -256,10 +252,9 @@ class WeightSpace:
         Its coordinates, (dim,), horizontal, must not change before the gradient there is taken.
         """
         self._at = xi
-        parts = [None] * len(self.blocks) if xi is None else xi.split(self._sizes)
-        with torch.autocast(self.model_device.type, enabled=False):
-            for block, c in zip(self.blocks, parts, strict=True):
-                block.move_(self.copies, None if c is None else c.to(self.model_device))
+        with torch.autocast(self.device.type, enabled=False):
+            for block, c in self.each(xi):
+                block.move_(self.copies, c)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
@@ -302,13 +297,9 @@ class WeightSpace:
         Each tensor of the gradient is freed after its last block.
         """
         out = self.empty()
-        here = [None] * len(self.blocks) if at is None else at.split(self._sizes)
-        with torch.autocast(self.model_device.type, enabled=False):
-            for block, part, c, last in zip(self.blocks, out.split(self._sizes), here, self._last_used, strict=True):
-                near = torch.empty_like(part, device=self.model_device) if self._offload else part
-                block.pull_back_(near, gradient, None if c is None else c.to(self.model_device))
-                if self._offload:
-                    part.copy_(near)
+        with torch.autocast(self.device.type, enabled=False):
+            for (block, part), (_, c), last in zip(self.each(out), self.each(at), self._last_used, strict=True):
+                block.pull_back_(part, gradient, c)
                 for p in last:
                     gradient.pop(p, None)
         return out

@@ -171,7 +171,6 @@ CALLS = {
     **{name: searched(name) for name in sharpness.MEASURES},
     "apgd": searched("geodesic-inv", ascent="apgd", steps=3),
     "micro-batches": searched("geodesic-inv", micro_batch=5),
-    "offload": searched("geodesic-inv", offload=True),
     "means": means,
     "at the weights": at_the_weights,
     "along the worst": along_the_worst,
