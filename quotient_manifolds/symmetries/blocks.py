@@ -308,7 +308,12 @@ class BlockStack:
         of_rows, of_tensors = list[Tensor](), list[Tensor]()
         for (b, points, own_rows), tensor in zip(self.runs, tensors, strict=True):
             of_rows.append(rows[points, own_rows])
-            of_tensors.append(rows.new_zeros(b.size) if tensor is None else b.of(tensor.contiguous()))
+            if tensor is None:
+                of_tensors.append(rows.new_zeros(b.size))
+            else:  # Block.of in place: this runs for every block at every step
+                whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+                whole = real_view(whole) if whole.is_complex() else whole
+                of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
         return of_rows, of_tensors
 
     @torch.no_grad()
