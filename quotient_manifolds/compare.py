@@ -111,7 +111,7 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mat
     Returns
     -------
     ModelDistance
-        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map (``sharpness.plots.plot_distances``).
+        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map.
 
     Raises
     ------
