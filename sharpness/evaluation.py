@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from tqdm.auto import tqdm
 
 from quotient_manifolds.linalg import as_count
@@ -29,9 +30,6 @@ from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, collected, measured
 from .perturb import preserved
 from .results import BatchResult, SharpnessResult
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30

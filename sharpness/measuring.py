@@ -66,11 +66,10 @@ class BatchLoss:
         self.passes = 0
         self.worst_error: float | None = None
         self.base, self.base_gradient = self.with_gradient(None)
-        self.base_error = self.worst_error
-        self._check_second_pass()
-        if index > 0:  # all pieces of batch 0 were checked
-            objective.check_pieces(space.model, batch, all_of_them=False)
-        self._check_symmetries()
+        self.base_error, first = self.worst_error, self._first
+        self._check_second_pass(first)
+        objective.check_pieces(space.model, batch, all_of_them=index == 0)
+        self._check_symmetries(first)
         if not space.world.all(finite(self.base_gradient)):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
@@ -96,20 +95,20 @@ class BatchLoss:
 
     def losses(self) -> Iterator[Tensor]:
         """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
-        self._seen: list[tuple[float, float, int, int]] = []
-        for weight, piece in self.pieces:
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        for k, (weight, piece) in enumerate(self.pieces):
             loss, wrong, counted = self.objective(self.space.model, piece)
-            self._seen.append((weight, float(loss.detach()), wrong, counted))
+            value = float(loss.detach())
+            if k == 0:
+                self._first = value
+            if weight:
+                self._sums += torch.tensor([weight * value, wrong, counted], dtype=torch.float64)
             yield loss * weight if weight != 1 else loss
 
     def _total(self, xi: Tensor | None) -> float:
         """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
-        seen = [piece for piece in self._seen if piece[0]]
-        value = sum(weight * loss for weight, loss, _, _ in seen)
-        wrong, counted = sum(piece[2] for piece in seen), sum(piece[3] for piece in seen)
-        totals = self.space.world.sum(torch.tensor([value, wrong, counted], dtype=torch.float64))
-        value, wrong, counted = totals.tolist()
+        value, wrong, counted = self.space.world.sum(self._sums).tolist()
         value /= self.space.world.size
         if math.isfinite(value):
             self.worst_error = max(wrong / counted, self.worst_error or 0.0) if counted else self.worst_error
@@ -124,9 +123,9 @@ class BatchLoss:
             f"{distance:.4g} from the weights; use a smaller rho"
         )
 
-    def _check_second_pass(self) -> None:
+    def _check_second_pass(self, one: float) -> None:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
-        one, model = self._seen[0][1], self.space.model
+        model = self.space.model
         two = self.objective.value(model, self.pieces[0][1])
         alike = abs(one - two) <= min(200 * rounding_error(model), 1e-3) * max(abs(one), abs(two), 1e-3)
         if not self.space.world.all(alike):
@@ -135,13 +134,13 @@ class BatchLoss:
                 "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
             )
 
-    def _check_symmetries(self) -> None:
+    def _check_symmetries(self, before: float) -> None:
         """Raise for a pair that is not a symmetry by its gradient, if a move along its orbit confirms that.
 
         Near a minimum a gradient may be mostly rounding error, which does not affect moves of the weights. Residuals
         that all pairs share come from the precision of the model's computations.
         """
-        before, evidence = self._seen[0][1], self.space.evidence
+        evidence = self.space.evidence
         residuals, tolerance = evidence.residuals, evidence.tolerance
         least = min(residuals.values(), default=1.0)
         several = len({(p.module, p.kind) for p in residuals}) > 1
@@ -189,23 +188,20 @@ def measured(
         raise ValueError(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
-    sharded = is_sharded_model(model)
-    make = partial(ShardedSpace if sharded else WeightSpace, model, only=only)
+    make = partial(ShardedSpace if is_sharded_model(model) else WeightSpace, model, only=only)
     with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
-        try:
-            first = next(stream)
-        except StopIteration:
-            raise ValueError("batches is empty; pass at least one batch") from None
+        first = next(stream, stream)
+        if first is stream:
+            raise ValueError("batches is empty; pass at least one batch")
         first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
         remarks: list[str] = []
-        loss, given = _check_first(model, objective, first, measure, pairs, remarks)
-        found = find_symmetric_pairs(model) if measure.divides and given is None and not sharded else given
+        loss, pairs = _check_first(model, objective, first, measure, pairs, remarks)
         if measure.form == "own":
-            space = make(measure, found)
+            space = make(measure, pairs)
         else:
-            space = _at_canonical_form(partial(make, pairs=found), measure, objective, first, loss, remarks)
-        space.given, space.remarks = given, remarks
+            space = _at_canonical_form(partial(make, pairs=pairs), measure, objective, first, loss, remarks)
+        space.remarks = remarks
         with space.attached():
             yield space, enumerate(itertools.chain([first], stream))
 
@@ -235,7 +231,6 @@ def _check_first(
             loss = check_coverage(model, run, pairs)
     if not math.isfinite(loss):
         raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
-    objective.check_pieces(model, batch)
     return loss, pairs
 
 

@@ -139,27 +139,23 @@ class Shards:
         All processes have rows of the same parameters; those without an owner are left out.
         """
         whole = {p: t.new_empty(self.of[p].shape) for p, t in rows.items() if self.is_mine(p)}
-        self._exchange(rows, whole, to_owners=True)
+        self.exchange(rows, whole, to_owners=True)
         return whole
 
-    def spread(self, whole: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
-        """Send full parameters from their owners to ``rows``, which every process has for the same parameters."""
-        self._exchange(rows, whole, to_owners=False)
-
     @torch.no_grad()
-    def _exchange(self, rows: Mapping[Tensor, Tensor], whole: Mapping[Tensor, Tensor], *, to_owners: bool) -> None:
+    def exchange(self, rows: Mapping[Tensor, Tensor], whole: Mapping[Tensor, Tensor], *, to_owners: bool) -> None:
+        """Fill the full parameters of their owners from ``rows``, which every process has, or these from those."""
         moving, ranks = [p for p in rows if p in self.owner], range(self.world.size)
         if not moving:
             return
         theirs = [[rows[p] for p in moving if self.owner[p] == rank] for rank in ranks]
         mine = [[whole[p][self.rows(p, rank)] for p in moving if self.is_mine(p)] for rank in ranks]
-        sent, places = (theirs, mine) if to_owners else (mine, theirs)
+        sent, filled = (theirs, mine) if to_owners else (mine, theirs)
         nothing = rows[moving[0]].new_empty(0)
         flat = [torch.cat([nothing, *(t.reshape(-1) for t in part)]) for part in sent]
-        received = self.world.exchange(flat, [sum(t.numel() for t in into) for into in places])
-        for numbers, into in zip(received, places, strict=True):
-            parts = numbers.split([t.numel() for t in into]) if into else []
-            for t, part in zip(into, parts, strict=True):
+        received = self.world.exchange(flat, [sum(t.numel() for t in into) for into in filled])
+        for numbers, into in zip(received, filled, strict=True):
+            for t, part in zip(into, numbers.split([t.numel() for t in into]), strict=True):
                 t.copy_(part.view(t.shape))
 
 
@@ -278,7 +274,8 @@ class ShardedSpace(WeightSpace):
     def _show_model(self) -> None:
         reshard(self.model)
         moving = self.parameters.values()
-        self._shards.spread(self.copies, {p: self._rows[p] for p in moving if p in self._shards.owner})
+        rows = {p: self._rows[p] for p in moving if p in self._shards.owner}
+        self._shards.exchange(rows, self.copies, to_owners=False)
 
     def differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Return the gradient of the rows that lie here, and of the pairs that this process owns."""

@@ -17,7 +17,7 @@ from .points import WeightBlock
 #: The parts of a network, in the order of tables.
 PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
 
-#: Layer, part, and number of the attention head or None.
+#: Layer, part, and number of the attention head or None: a :class:`LayerShare` without its share.
 Place = tuple[str, str, int | None]
 
 _OF_PAIRS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA", "glu": "MLP", "relu": "MLP"}
@@ -78,20 +78,19 @@ class LayerShares(list[LayerShare]):
         return {part: share for part, share in found.items() if share > 0}
 
     def __str__(self) -> str:
-        rows: dict[str, dict[str, float]] = {}
+        sums: dict[tuple[str, str], float] = {}
         for s in self:
-            row = rows.setdefault(s.layer, {})
-            row[s.part] = row.get(s.part, 0.0) + s.share
-        wide = max([5, *map(len, rows)])
-        columns = {part: max(7, len(part)) for part in PARTS if any(s.part == part for s in self)}
-        lines = [f"{'layer':<{wide}}" + "".join(f"  {part:>{width}}" for part, width in columns.items())]
-        for layer, row in rows.items():
-            cells = {part: f"{row[part]:.1%}" if part in row else "" for part in columns}
-            lines.append(f"{layer:<{wide}}" + "".join(f"  {cells[part]:>{width}}" for part, width in columns.items()))
-        return "\n".join(lines)
+            sums[s.layer, s.part] = sums.get((s.layer, s.part), 0.0) + s.share
+        parts = [part for part in PARTS if any(part == other for _, other in sums)]
+        rows = [["layer", *parts]]
+        for layer in dict.fromkeys(layer for layer, _ in sums):
+            shares = [sums.get((layer, part)) for part in parts]
+            rows.append([layer, *("" if share is None else f"{share:.1%}" for share in shares)])
+        widths = [max(len(row[0]) for row in rows), *(max(7, len(part)) for part in parts)]
+        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-class Places:
+class NetworkParts:
     """The layer and part to which every entry of every parameter belongs.
 
     Queries and keys, values and outputs are known from the model's pairs, trainable or not; the others from the kind of
@@ -139,7 +138,8 @@ class Places:
 
     def _of_block(self, block: WeightBlock, c: Tensor) -> Iterator[tuple[Place, float]]:
         if isinstance(block, PairBlock):
-            for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
+            of_pairs = c.view(len(block.stack), -1).square().sum(1).tolist()
+            for pair, square in zip(block.stack.pairs, of_pairs, strict=True):
                 layer = self._layers[pair.G[0].tensor]
                 if pair.metric and pair.kind != "point":  # weights that are computed from a point
                     layer = _block(pair.module)

@@ -22,7 +22,7 @@ from .distributed import World
 from .measures import Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .points import WeightBlock
-from .shares import Places
+from .shares import NetworkParts
 
 
 class Evidence:
@@ -150,15 +150,14 @@ class WeightSpace:
         self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
         self._sizes = [b.dim for b in self.blocks]
         self.dim = sum(self._sizes)
-        last = {p: b for b in self.blocks for p in b.parameters()}
-        self._last_used = [[p for p in b.parameters() if last[p] is b] for b in self.blocks]
+        last = {p: b for b in self.blocks for p in b.parameters}
+        self._last_used = [[p for p in b.parameters if last[p] is b] for b in self.blocks]
         self._pair_blocks = [b for b in self._in_order if isinstance(b, PairBlock)]
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
         self.evidence = Evidence(self, [b.stack for b in self._pair_blocks])
         self.gradients = Gradients(moving, (p for p in model.parameters() if p.requires_grad))
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
-        self._places: Places | None = None
         self.remarks: list[str] = []
 
     def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
@@ -205,11 +204,12 @@ class WeightSpace:
         for block, c in self.each(xi):
             block.vector_(out, c, at_model=True)
         tensors = {name: out[p].cpu() for name, p in self.parameters.items()}
-        if self._places is None:  # finding pairs takes seconds, and there are many directions
-            pairs = find_symmetric_pairs(self.model, include_frozen=True)
-            self._places = Places(self.model, self.parameters, pairs)
-        squares = self._places.squares(self.each(xi))
+        squares = self._parts.squares(self.each(xi))
         return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
+
+    @functools.cached_property
+    def _parts(self) -> NetworkParts:  # finding pairs takes seconds, and there are many directions
+        return NetworkParts(self.model, self.parameters, find_symmetric_pairs(self.model, include_frozen=True))
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""

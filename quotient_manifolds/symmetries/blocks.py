@@ -162,7 +162,7 @@ class Block:
 
     def of(self, whole: Tensor) -> Tensor:
         """View the block in a contiguous tensor of the parameter's shape."""
-        whole = real_view(whole)
+        whole = real_view(whole) if whole.is_complex() else whole
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
     def replaced(self, whole: Tensor, rows: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ class BlockStack:
             if tensor is None:
                 of_tensors.append(rows.new_zeros(b.size))
             else:
-                whole = real_view(tensor.contiguous())
+                whole = real_view(t) if (t := tensor.contiguous()).is_complex() else t
                 of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
         return of_rows, of_tensors
 
