@@ -142,9 +142,9 @@ def _along(
         form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
         base = {} if form is None else form.values
         with pointing_to(model, base):
-            division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
-            blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in division.stacks]
-            inside = {p for s in division.stacks for p in s.parameters()}
+            found, *_ = divide(model, measure, pairs, moving, form=form, only_some=canonical)
+            blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in found]
+            inside = {p for b in blocks for p in b.parameters}
             alone = {name: p for name, p in moving.items() if measure.takes_points and is_point(p) and p not in inside}
             points = [PointBlock(name, p, torch.float64) for name, p in alone.items()]
 

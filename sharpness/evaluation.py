@@ -27,7 +27,7 @@ from .distributed import World, is_sharded_model
 from .hessian import HessianOperator
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
-from .measuring import BatchLoss, RadiusError, collected, measured
+from .measuring import BatchLoss, RadiusError, attached_space, collected
 from .perturb import preserved
 from .results import BatchResult, SharpnessResult
 
@@ -193,7 +193,7 @@ def _evaluate(
         state,
         state,
         progress_bar(total or None, measure.name, "step", progress=progress) as bar,
-        measured(model, batches, measure, objective, **which) as (space, numbered),
+        attached_space(model, batches, measure, objective, **which) as (space, numbered),
     ):
         for index, batch in numbered:
             if not world.owns(index):

@@ -143,10 +143,8 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         options: Any = {"which": "LA", "v0": start, "ncv": min(dim, max(2 * count + 1, 12)), "tol": tol}
         try:
             values = scipy.sparse.linalg.eigsh(self, count, return_eigenvectors=False, **options)
-        except scipy.sparse.linalg.ArpackNoConvergence:
-            raise
-        except scipy.sparse.linalg.ArpackError:
-            if self.matvec(start).any():
+        except scipy.sparse.linalg.ArpackError as error:
+            if isinstance(error, scipy.sparse.linalg.ArpackNoConvergence) or self.matvec(start).any():
                 raise
             values = np.zeros(count, dtype=self.dtype)  # only zero has a random vector in its kernel
         return np.sort(values)[::-1]

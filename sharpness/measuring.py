@@ -33,6 +33,17 @@ T = TypeVar("T")
 
 #: Number of modules or weights that a remark names.
 _NAMED = 12
+#: Up to this many roundings of the weights' dtype, and never above the second number, two equal passes may differ
+#: relatively: threads add up in no fixed order.
+_REPEATED, _ROUGHEST = 200, 1e-3
+#: The same for the canonical form, in which every weight is computed anew, in roundings of the space's dtype or, where
+#: the model itself is rougher, of its weights.
+_REWRITTEN, _ROUNDED = 1e4, 4
+#: Losses below this are compared as if they were this large: they are differences of numbers of order one.
+_SMALL = 1e-3
+#: A residual that all pairs share is the precision of the computations, at most 0.014 in half precision; up to this it
+#: is not the pairs' own, and losses may differ by three times as much.
+_SHARED = 0.03
 
 
 class RadiusError(ValueError):
@@ -127,7 +138,8 @@ class BatchLoss:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
         model = self.space.model
         two = self.objective.value(model, self.pieces[0][1])
-        alike = abs(one - two) <= min(200 * rounding_error(model), 1e-3) * max(abs(one), abs(two), 1e-3)
+        bound = min(_REPEATED * rounding_error(model), _ROUGHEST)
+        alike = abs(one - two) <= bound * max(abs(one), abs(two), _SMALL)
         if not self.space.world.all(alike):
             raise ValueError(
                 f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
@@ -144,8 +156,8 @@ class BatchLoss:
         residuals, tolerance = evidence.residuals, evidence.tolerance
         least = min(residuals.values(), default=1.0)
         several = len({(p.module, p.kind) for p in residuals}) > 1
-        shared = 3 * least if several and least < 0.03 else 0.0  # at most 0.014 in half precision
-        rounding, floor = 0.1 * tolerance + 2e-5, 1e-3
+        shared = 3 * least if several and least < _SHARED else 0.0
+        rounding, floor = 0.1 * tolerance + 2e-5, _SMALL
         if shared >= rounding:
             rounding, floor = shared, 1.0
         failing = [p for p, r in residuals.items() if r > tolerance]
@@ -179,7 +191,7 @@ def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[f
 
 
 @contextmanager
-def measured(
+def attached_space(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective, *,
     pairs: Sequence[SymmetricPair] | None = None, only: str | None = None,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
@@ -273,8 +285,8 @@ def _at_canonical_form(
                 loss = objective.value(model, batch)
         with space.attached():
             moved = objective.value(model, batch)
-            tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * rounding_error(model))
-        if space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 1e-2)):
+            tolerance = max(_REWRITTEN * torch.finfo(space.dtype).eps, _ROUNDED * rounding_error(model))
+        if space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 10 * _SMALL)):
             break
     else:
         raise ValueError(

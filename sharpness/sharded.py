@@ -213,18 +213,17 @@ class ShardedSpace(WeightSpace):
         shards, form, state = self._shards, None, ShardedState(self._shards)
         if self.measure.form == "canonical":
             self.form = form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
-        division = divide(
+        found, constant, lengths = divide(
             self.model, self.measure, pairs, self.parameters, form=form, only_some=only_some,
             read=lambda p: state.of(p).to(p.dtype),
         )  # fmt: skip
-        self._all_pairs = tuple(p for s in division.stacks for p in s.pairs)
-        shards.place(division.stacks, {} if form is None else form.values)
-        mine = [[q for q in s.pairs if shards.is_mine(q.G[0].tensor)] for s in division.stacks]
-        division.stacks = [PairStack(pairs) for pairs in mine if pairs]
-        division.constant = {p: shards.cut(p, mask) for p, mask in division.constant.items()}
-        division.lengths = {p: shards.cut(p, length) for p, length in division.lengths.items()}
+        self._all_pairs = tuple(p for s in found for p in s.pairs)
+        shards.place(found, {} if form is None else form.values)
+        mine = [[q for q in s.pairs if shards.is_mine(q.G[0].tensor)] for s in found]
+        constant, lengths = ({p: shards.cut(p, t) for p, t in of.items()} for of in (constant, lengths))
         here = {name: p for name, p in self.parameters.items() if p not in shards.owner or shards.is_mine(p)}
-        return build_blocks(self.measure, here, self.dtype, division)  # the twin was moved to the base point
+        stacks = [PairStack(pairs) for pairs in mine if pairs]
+        return build_blocks(self.measure, here, self.dtype, stacks, constant, lengths)  # the twin is at the base point
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, of which each process draws its own part."""

@@ -24,6 +24,9 @@ from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_b
 from .points import WeightBlock
 from .shares import NetworkParts
 
+#: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
+_IN_FLOAT32 = 1e-4
+
 
 class Evidence:
     """What the gradients at the base point have said, over all batches: whether pairs are symmetric, what they reach.
@@ -42,7 +45,7 @@ class Evidence:
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
         rough = self._space.above_base or torch.is_autocast_enabled(self._space.device.type)
-        return HALF_PRECISION / 3 if rough else 1e-4
+        return HALF_PRECISION / 3 if rough else _IN_FLOAT32
 
     def see(self, gradient: Mapping[Tensor, Tensor]) -> None:
         """Take note of a gradient with respect to the parameters, at the base point."""
@@ -51,8 +54,8 @@ class Evidence:
         said = self._certification.see(gradient, tolerance=self.tolerance).residuals
         residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
         self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        there = {name for name in self._unreached if space.parameters[name] in gradient}
-        self._unreached -= {name for name in there if bool(gradient[space.parameters[name]].any())}
+        slopes = {name: gradient.get(space.parameters[name]) for name in self._unreached}
+        self._unreached = {name for name, g in slopes.items() if g is None or not bool(g.any())}
 
     def uncertified(self) -> set[str]:
         """Name the pairs of all processes that had no gradient yet."""
@@ -165,8 +168,8 @@ class WeightSpace:
         if self.measure.form == "canonical":
             self.form = canonical_form(self.model, classes=self.classes, pairs=pairs)
         with pointing_to(self.model, {} if self.form is None else self.form.values):
-            division = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
-            return build_blocks(self.measure, self.parameters, self.dtype, division)
+            found = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
+            return build_blocks(self.measure, self.parameters, self.dtype, *found)
 
     def empty(self) -> Tensor:
         """Return a vector with any content, (dim,)."""
