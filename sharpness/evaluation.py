@@ -118,15 +118,14 @@ def evaluate(
 
 
 def gradient_norm(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", **options: Any,
-) -> SharpnessResult:  # fmt: skip
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, **options: Any
+) -> SharpnessResult:
     """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
 
     Parameters
     ----------
-    model, batches, loss_fn, measure, **options
-        As :func:`evaluate` takes them: pairs, micro_batch, group and so on.
+    model, batches, loss_fn, **options
+        As :func:`evaluate` takes them: measure, pairs, micro_batch, group and so on.
 
     Returns
     -------
@@ -139,19 +138,18 @@ def gradient_norm(
     >>> float(sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean"))
     5.0
     """
-    return evaluate(model, batches, loss_fn, measure=measure, statistic="gradient norm", **options)
+    return evaluate(model, batches, loss_fn, statistic="gradient norm", **options)
 
 
 def hessian(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, **options: Any,
-) -> SharpnessResult:  # fmt: skip
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, num_matvecs: int = 20, **options: Any
+) -> SharpnessResult:
     """Measure the largest eigenvalue and the trace of the Riemannian Hessian (``"euclidean"``: of the ordinary one).
 
     Parameters
     ----------
-    model, batches, loss_fn, measure, **options
-        As :func:`evaluate` takes them: pairs, micro_batch, group, the seed of the random vectors and so on.
+    model, batches, loss_fn, **options
+        As :func:`evaluate` takes them: measure, pairs, micro_batch, group, the seed of the random vectors and so on.
     num_matvecs : int
         Products with the Hessian for its trace, rounded down to a multiple of 3.
 
@@ -170,7 +168,7 @@ def hessian(
     (5.0, 5.0)
     """
     options["num_samples"] = as_count("num_matvecs", num_matvecs)
-    return evaluate(model, batches, loss_fn, measure=measure, statistic="Hessian", **options)
+    return evaluate(model, batches, loss_fn, statistic="Hessian", **options)
 
 
 def _evaluate(

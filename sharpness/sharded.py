@@ -56,7 +56,7 @@ class Shards:
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
         check_sharded(model)
-        self.of: dict[Tensor, Tensor] = {}
+        self.of: dict[Tensor, Any] = {}
         self.world = World(next(p for p in model.parameters() if is_sharded(p)).device_mesh.get_group())  # type: ignore[attr-defined]
         stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(p) for p in model.parameters()}
         self.twin = twin_of(model, stand_ins, {})
@@ -77,17 +77,15 @@ class Shards:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def local(self, p: Tensor) -> Tensor:
         """Return this process's rows of a parameter of the twin, as a view of what the model reads."""
-        if p not in self.of:
-            return p.data
-        with torch.no_grad():
-            found: Tensor = self.of[p].to_local()  # type: ignore[attr-defined]
-            return found
+        rows: Tensor = self.of[p].to_local() if p in self.of else p.data
+        return rows
 
     def rows(self, p: Tensor, rank: int | None = None) -> slice:
         """Return which rows lie on a process, by default on this one; the last processes may have fewer, or none."""
-        step = -(-self.of[p].shape[0] // self.world.size)
+        step = -(-p.shape[0] // self.world.size)
         start = step * (self.world.rank if rank is None else rank)
         return slice(start, start + step)
 
@@ -105,7 +103,7 @@ class Shards:
         """Gather the rows of all processes on each of them."""
         from torch.distributed.tensor import DTensor  # which takes long to load
 
-        q: Any = self.of[p]
+        q = self.of[p]
         found = DTensor.from_local(rows, q.device_mesh, q.placements, shape=q.shape, stride=q.stride())
         return found.full_tensor()
 

@@ -111,7 +111,7 @@ class NetworkParts:
         self._inside: dict[Tensor, list[tuple[str, Block]]] = {}
         for pair in pairs:
             for part in pair.G + pair.H + pair.null:
-                self._inside.setdefault(part.tensor, []).append((_part_of_pair(pair), part))
+                self._inside.setdefault(part.tensor, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), part))
         attention = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"}
         tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
         self._layers, self._rest = dict[Tensor, str](), dict[Tensor, str]()
@@ -143,17 +143,13 @@ class NetworkParts:
                 layer = self._layers[pair.G[0].tensor]
                 if pair.metric and pair.kind != "point":  # weights that are computed from a point
                     layer = _block(pair.module)
-                yield (layer, _part_of_pair(pair), pair.head), square
+                yield (layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head), square
         else:
             p, squares = block.parameter, c.square()
             for name, part in self._inside.get(p, ()):
                 yield (self._layers[p], name, None), float(part.of(squares).sum())
                 part.of(squares).zero_()
             yield (self._layers[p], self._rest[p], None), float(squares.sum())
-
-
-def _part_of_pair(pair: SymmetricPair) -> str:
-    return _OF_PAIRS.get(pair.kind, "other pairs")
 
 
 def _block(module: str) -> str:
