@@ -5,40 +5,15 @@ Everything here works on stacks ``(…, h, h)``, on any device, real or complex,
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _DisableAutocast, _functorch
+from torch._C import _are_functorch_transforms_active, _functorch
 from torch.autograd import forward_ad
-
-P = ParamSpec("P")
-R = TypeVar("R")
-C = TypeVar("C", bound=type)
-
-
-def own_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function compute in the dtype of its arguments, because autocast would round products to half precision."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _DisableAutocast():
-            return function(*args, **kwargs)
-
-    return wrapped
-
-
-def in_own_precision(cls: C) -> C:
-    """Apply :func:`own_precision` to the public methods that a class defines, unless they are wrapped already."""
-    for name, method in list(vars(cls).items()):
-        if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(method, "__wrapped__"):
-            setattr(cls, name, own_precision(method))
-    return cls
 
 
 def exposed(x: Tensor) -> Tensor:

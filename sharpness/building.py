@@ -208,7 +208,7 @@ def vector_lengths(
         outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
-    writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
+    writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
     found = {a.matrix.tensor: norm(a.matrix.tensor, a.stream_dim) for a in writers}
     affines = {a.matrix.tensor: a for s in wiring.sites for a in s.readers}
     for module in model.modules():
@@ -219,7 +219,7 @@ def vector_lengths(
                 continue
             if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has both a row and a bias
                 row = None if b is None else block(module, bias)
-                affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
+                affines.setdefault(W, Affine(block(module, weight, transpose=transposed), row))
     for a in affines.values():
         matrix = a.matrix.tensor
         if matrix in found:

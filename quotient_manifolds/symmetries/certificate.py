@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double, standard_normal
 from .blocks import random_elements, real_view
+from .modules import Run
 from .pairs import UNCERTIFIED, SymmetricPair
 from .stacks import PairStack, stacks
 
@@ -175,11 +176,14 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
         real = torch.empty(0, dtype=torch.float64, device=like.device)
         probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
     one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
-    for pairs, of_G, x, slope in stack.views(gradients):
-        if of_G:
-            one[pairs] += (probe @ slope.to(wide).mH) @ x.to(wide)
-        else:
-            two[pairs] += (probe @ x.to(wide).mH) @ slope.to(wide)
+    for run in stack.runs:
+        p = run.block.tensor
+        if p in gradients:
+            x, slope = (stack.group.to_point(run.block.of(t.contiguous())).to(wide) for t in (p, gradients[p]))
+            if run.rows.start < stack.n:
+                one[run.points] += (probe @ slope.mH) @ x
+            else:
+                two[run.points] += (probe @ x.mH) @ slope
     sizes = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim()))) for t in (one - two, one, two)]
     return sizes[0] / torch.maximum(sizes[1], sizes[2])
 
@@ -220,9 +224,7 @@ def certify(
 
 
 @torch.enable_grad()
-def output_gradients(
-    run: Callable[[], Iterable[Tensor]], parameters: Sequence[Tensor], generator: torch.Generator
-) -> dict[Tensor, Tensor]:
+def output_gradients(run: Run, parameters: Sequence[Tensor], generator: torch.Generator) -> dict[Tensor, Tensor]:
     """Return the gradients, by parameter, of a random linear function of outputs; ``.grad`` holds them afterwards."""
     for p in parameters:
         p.requires_grad_()
@@ -288,9 +290,7 @@ def moved(pairs: Sequence[SymmetricPair], condition: float = CONDITION, seed: in
 
 
 @torch.no_grad()
-def broken(
-    pairs: Iterable[SymmetricPair], run: Callable[[], Sequence[Tensor]], tolerance: float = ROUNDING
-) -> list[SymmetricPair]:
+def broken(pairs: Iterable[SymmetricPair], run: Run, tolerance: float = ROUNDING) -> list[SymmetricPair]:
     """Find the layers of which moves change the outputs of ``run``; the weights are as before afterwards.
 
     All pairs are moved together, and halved as long as an output changes by more than rounding. What has passed stays

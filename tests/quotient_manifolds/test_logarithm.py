@@ -12,7 +12,6 @@ from quotient_manifolds.logarithm import search as module
 from quotient_manifolds.logarithm.minimise import Minimiser, Preconditioner
 from quotient_manifolds.logarithm.paths import Bent, Path, energy, first_path, flat, moved_end, polar, unflat
 from quotient_manifolds.logarithm.search import SOLVED, Shortest, shortest
-from quotient_manifolds.metrics import INV
 from quotient_manifolds.tangent import GLTangentSpace
 from reproduction.alignment import align
 from tests.extent import EXHAUSTIVE
@@ -414,21 +413,6 @@ def test_vectors_of_coefficients_and_of_the_end():
     c, L = unflat(flat(path.c, torch.ones(3, 2, 2)), path)
     assert torch.equal(c, path.c)
     assert bool((L == 1).all())
-
-
-def test_only_well_conditioned_paths_are_rounded_to_single_precision():
-    x, y = torch.linalg.qr(torch.randn(2, 3, 6, 2)).Q, torch.linalg.qr(torch.randn(2, 3, 5, 2)).Q
-    start, end = torch.cat([x[0], y[0]], -2), torch.cat([x[0] + 0.1 * x[1], y[0] + 0.1 * y[1]], -2)
-    path = Path(INV, 6, start, end, 0.1 * torch.randn(3, 3, 11, 2) / 11)
-    single = path.in_single()
-    assert single.x.dtype == single.y.dtype == single.c.dtype == torch.float32
-    torch.testing.assert_close(energy(single)[0].double(), energy(path)[0], rtol=1e-5, atol=0)
-    thin = torch.tensor([1.0, 1e-3])
-    for bad in (
-        Path(path.metric, 6, path.x * thin, path.y, path.c),
-        Path(path.metric, 6, path.x, path.y * thin, path.c),
-    ):
-        assert bad.in_single() is bad
 
 
 # -- bent -------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from ..blocks import Block, block
 from ..pairs import SymmetricPair
 from .wiring import Affine, Norm, Site, State, Wiring, transposed
 
+Blocks = Sequence[Block]
+
 
 @dataclass(eq=False)
 class Symmetry:
@@ -66,9 +68,7 @@ class Symmetry:
         return list(dict.fromkeys(b.tensor for b in self.blocks))
 
 
-def scaling(
-    kind: str, name: str, unit: Block, alike: Sequence[Block], against: Sequence[Block], offset: float = 0.0
-) -> Symmetry:
+def scaling(kind: str, name: str, unit: Block, alike: Blocks, against: Blocks, offset: float = 0.0) -> Symmetry:
     """Multiply u + offset and some rows by s, divide others by s: u is γ or LayerScale. Folded, u + offset = 1."""
 
     def divide(state: State, r: Tensor) -> None:
@@ -231,7 +231,7 @@ def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | 
 
 
 def _head_bias(
-    kind: str, name: str, rows: Sequence[Block], norms: Mapping[Tensor, Norm], outputs: Sequence[tuple[Block, Block]]
+    kind: str, name: str, rows: Blocks, norms: Mapping[Tensor, Norm], outputs: Sequence[tuple[Block, Block]]
 ) -> Symmetry | None:
     """Move the only bias in the rows of a head, or what stands for it, against the biases of ``outputs``."""
     biases = [b for b in rows if b.rows == 1]
@@ -347,7 +347,7 @@ def symmetries_of(
     # Without a wiring nobody vouches that attention weights sum to 1.
     for bias_of, pair in product((key_bias, value_bias) if w.sites else (key_bias,), pairs):
         add(bias_of(pair, norms))
-    in_stream = {rows.tensor for _, rows in w.tables} | {p for _, a in w.writers for p in a.parameters}
+    in_stream = {rows.tensor for _, rows in w.tables} | {b.tensor for _, a in w.writers for b in a.blocks}
     for name, source, targets in w.common:  # the part along 1 belongs to the writers already
         d = source.size[1] - (w.centred and source.tensor in in_stream)
         add(exchange("embeddings", name, [source], targets, d))

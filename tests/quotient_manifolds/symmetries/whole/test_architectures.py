@@ -55,7 +55,7 @@ def test_a_stack_before_and_after_norms():
     ]  # fmt: skip
     writers = [layer for block in model.blocks for layer in (block.down, block.down2)]
     assert [w.matrix.module for _, w in before.writers] == writers
-    assert [(n.kind, n.up.matrix.module) for n in before.neurons[:2]] == [
+    assert [(n.kind, n.G[0].module) for n in before.neurons[:2]] == [
         ("relu", model.blocks[0].up), ("glu", model.blocks[0].up2),
     ]  # fmt: skip
     after = wire(Wiring(), model, replace(LAYOUT, post_norm=True), [head])
