@@ -330,6 +330,10 @@ class PairBlock:
         c = self.tangent.coordinates(self.tangent.random(generator))
         return self._flat(self.tangent.project_coordinates(c))
 
+    def squares(self, c: Tensor) -> list[float]:
+        """Return the squared length of every pair's part."""
+        return list(c.view(len(self.stack), -1).square().sum(1).tolist())
+
     def retract(self, u: Tensor) -> Tensor:
         """Follow the tangent vector u, differentiably, by the geodesic that the measure names."""
         if self.measure.geodesic == "first-order":

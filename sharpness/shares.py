@@ -138,8 +138,7 @@ class NetworkParts:
 
     def _of_block(self, block: WeightBlock, c: Tensor) -> Iterator[tuple[Place, float]]:
         if isinstance(block, PairBlock):
-            of_pairs = c.view(len(block.stack), -1).square().sum(1).tolist()
-            for pair, square in zip(block.stack.pairs, of_pairs, strict=True):
+            for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
                 layer = self._layers[pair.G[0].tensor]
                 if pair.metric and pair.kind != "point":  # weights that are computed from a point
                     layer = _block(pair.module)
