@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.blocks import Block
+from quotient_manifolds.symmetries.blocks import masks
 from quotient_manifolds.symmetries.modules import check_model, is_point, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.points import point_pairs
@@ -188,15 +188,10 @@ def vector_lengths(
     parameter.
     """
     wiring = Wiring() if wiring is None else wiring
-    moved: dict[Tensor, list[Block]] = {}
-    for part in (b for pair in pairs if pair.group is not None for b in pair.G + pair.H):
-        moved.setdefault(part.tensor, []).append(part)
+    moved = masks(b for pair in pairs if pair.group is not None for b in pair.G + pair.H)
 
     def inside(p: Tensor) -> Tensor:
-        mask = torch.zeros(p.shape, dtype=torch.bool, device=p.device)
-        for part in moved.get(p, ()):
-            part.of(mask).fill_(True)
-        return mask
+        return moved[p] if p in moved else torch.zeros(p.shape, dtype=torch.bool, device=p.device)
 
     def norm(p: Tensor, *dims: int) -> Tensor:
         """Sum over the entries outside pairs, or over all where none is outside."""
