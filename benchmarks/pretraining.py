@@ -279,8 +279,8 @@ def tuning(rows: Rows, positions: str, steps: int, name: str, decay: float) -> I
 
 
 def best(rows: Rows, positions: str, steps: int, name: str, decay: float) -> Point:
-    """The rates of the least loss in the tuning."""
-    done = tuned(rows, positions, steps, name, decay)
+    """The rates of the least loss in the tuning; where there was none, those of rotary positions."""
+    done = tuned(rows, positions, steps, name, decay) or tuned(rows, POSITIONS[0], steps, name, decay)
     return min(done, key=done.__getitem__)
 
 
@@ -288,7 +288,7 @@ def units(rows: Rows, options: argparse.Namespace) -> Iterator[Unit]:
     """What is to be run, in order."""
     steps, decay = options.steps, options.decay
     for where in options.positions:
-        for name in options.methods:
+        for name in () if options.untuned else options.methods:
             yield from tuning(rows, where, steps, name, decay)
         for length in (steps, options.long):
             for seed in SEEDS[: options.seeds] if length else ():
@@ -328,6 +328,7 @@ def main() -> None:
     parser.add_argument("--positions", nargs="+", default=list(POSITIONS))
     parser.add_argument("--methods", nargs="+", default=list(ALL))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="runs at the best rates")
+    parser.add_argument("--untuned", action="store_true", help="no tuning but that which is there")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--long", type=int, default=0, help="steps of further runs at the same rates")
     parser.add_argument("--decay", type=float, default=0.0)
