@@ -168,7 +168,7 @@ class TangentSpace(ABC):
 
     def retr(self, u: Tensor) -> Tensor:
         """Follow the geodesic to second order: x + u + ½ acceleration(u); shape of u."""
-        return self.x + u + 0.5 * self.acceleration(u)
+        return torch.add(self.x + u, self.acceleration(u), alpha=0.5)
 
 
 @in_own_precision

@@ -534,8 +534,7 @@ def test_a_path_that_failed_leaves_the_others_alone(entry):
     y[1] *= entry
     a = torch.randn_like(energy(path)[1])
     found = Preconditioner(replace(path, y=y))(a, path)
-    expected = Preconditioner(path)(a, path)[::2]  # in single precision
-    torch.testing.assert_close(found[::2], expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[::2], Preconditioner(path)(a, path)[::2])
 
 
 # -- minimise ---------------------------------------------------------------------------------------------------------
