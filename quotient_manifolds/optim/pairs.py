@@ -38,13 +38,14 @@ def check_places(places: Mapping[nn.Module, Mapping[str, Tensor]], own: Collecti
 
 def alone(pairs: Iterable[SymmetricPair], own: Collection[Tensor]) -> list[SymmetricPair]:
     """List what forms no pair, but has matrices among ``own``: in its module, or, where a part is frozen, in itself."""
-    found = [(p.model, p) for p in pairs if p.group is None and p.model is not None]
-    modules: dict[tuple[nn.Module, str], nn.Module] = {}
-    for model in {model for model, _ in found}:
-        plain = plain_names(model)
-        modules.update(((model, plain(path)), m) for path, m in model.named_modules())
-    parts = [(p, p.parameters() if p.frozen else modules[model, p.module].parameters()) for model, p in found]
-    return [p for p, tensors in parts if any(t in own and t.dim() > 1 for t in tensors)]
+    found = []
+    for p in pairs:
+        if p.group is None and p.model is not None:
+            plain = plain_names(p.model)
+            module = next(m for path, m in p.model.named_modules() if plain(path) == p.module)
+            tensors = p.parameters() if p.frozen else module.parameters()
+            found += [p] if any(t in own and t.dim() > 1 for t in tensors) else []
+    return found
 
 
 def reasons(pairs: Iterable[SymmetricPair]) -> str:
@@ -63,27 +64,21 @@ def group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
     inside = {home[b.tensor] for b in blocks if b.tensor in home}
     if pair.group is None or not inside:
         return None
-    for b in blocks:
-        if b.tensor not in home:
-            raise ValueError(
-                f"pair {pair.name!r}: {b.place} is not among the optimiser's parameters but the rest of the pair is; "
-                "pass both factors"
-            )
-        if b.tensor.is_complex():
-            raise ValueError(
-                f"pair {pair.name!r} is a complex point (RoPE), but this optimiser trains real weights; call "
-                "plain_parameters_ before, or train the points by geoopt's optimisers"
-            )
-        if is_sharded(b.tensor):
-            raise ValueError(
-                f"pair {pair.name!r} has a sharded parameter ({type(b.tensor).__name__}; FSDP, DTensor or ZeRO-3), but "
-                "its geometry needs whole factors; use DDP, or keep these modules out of the sharding"
-            )
-    if len(inside) > 1:
-        raise ValueError(
-            f"pair {pair.name!r} is split over the parameter groups {sorted(inside)}; put both of its factors into one "
-            "group, because they move together"
-        )
+    missing = next((b.place for b in blocks if b.tensor not in home), "")
+    sharded = next((type(b.tensor).__name__ for b in blocks if is_sharded(b.tensor)), "")
+    wrong = {
+        f": {missing} is not among the optimiser's parameters but the rest of the pair is; pass both factors": missing,
+        " is a complex point (RoPE), but this optimiser trains real weights; call plain_parameters_ before, or train "
+        "the points by geoopt's optimisers": any(b.tensor.is_complex() for b in blocks),
+        f" has a sharded parameter ({sharded}; FSDP, DTensor or ZeRO-3), but its geometry needs whole factors; use "
+        "DDP, or keep these modules out of the sharding": sharded,
+        f" is split over the parameter groups {sorted(inside)}; put both of its factors into one group, because they "
+        "move together": len(inside) > 1,
+        " is on the meta device; load its weights before making an optimiser": any(b.tensor.is_meta for b in blocks),
+    }
+    for words, holds in wrong.items():
+        if holds:
+            raise ValueError(f"pair {pair.name!r}{words}")
     return inside.pop()
 
 
@@ -92,16 +87,14 @@ def orientation(pair: SymmetricPair) -> bool | None:
 
     None for an adapter of which both factors lack full rank, but not so far that gradients could not move it.
     """
-    if any(b.tensor.is_meta for b in pair.G + pair.H):
-        raise ValueError(f"pair {pair.name!r} is on the meta device; load its weights before making an optimiser")
     x = pair.gather().detach()
     tolerance = x.shape[-1] * torch.finfo(at_least_float32(x.real.dtype)).eps
-    full = [
+    G, H = (
         X.shape[-2] >= X.shape[-1] and bool((column_rank_ratio(wide(X)) > tolerance).all())
         for X in x.split([pair.n, pair.m], dim=-2)
-    ]
-    if any(full):
-        return not full[1]
+    )
+    if G or H:
+        return not H
     if pair.kind == "lora" and bool(x.any()):
         return None
     raise ValueError(

@@ -122,20 +122,15 @@ def _claimed(
 @torch.no_grad()
 def _certified(model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Forward) -> PairList:
     """Refuse the pairs of which moves change the outputs of a model."""
-
-    def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
-        with running_copy(model, batch, forward, dtype) as (twin, run):
-            return {p.name for p in broken(in_copy(used, model, twin), run, tolerance)}
-
-    used, reason = [p for p in pairs if p.group is not None], CHANGES
-    try:
+    used = [p for p in pairs if p.group is not None]
+    names = {p.name for p in used}
+    for dtype, tolerance in ((torch.float64, ROUNDING), (torch.float32, 1e-2)):  # some kernels exist in float32 alone
         try:
-            names = failing(torch.float64, ROUNDING)
-        except Exception:  # such as that of a kernel that exists in single precision alone
-            names = failing(torch.float32, 1e-2)
-    except Exception as error:  # whatever third-party code raises
-        names = {p.name for p in used}
-        reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
+            with running_copy(model, batch, forward, dtype) as (twin, run):
+                names, reason = {p.name for p in broken(in_copy(used, model, twin), run, tolerance)}, CHANGES
+            break
+        except Exception as error:  # whatever third-party code raises
+            reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
     return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
 
 

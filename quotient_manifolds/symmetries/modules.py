@@ -196,8 +196,7 @@ def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str,
         return None if type(value).__name__.endswith("Cache") else value
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in calls:
-            calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
+        calls.setdefault(name, (tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}))
 
     with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):  # hooks need eager code
         for name, module in wanted.items():
