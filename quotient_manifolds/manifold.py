@@ -79,7 +79,7 @@ class GLQuotient(QuotientManifold):
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw Λ with Gaussian entries of variance 1/h, (…, h, h)."""
         self.unpack_tensor(x)  # the checks
-        QuotientManifold._check_point(self, x)
+        super()._check_point(x)
         return standard_normal((*x.shape[:-2], x.shape[-1], x.shape[-1]), x, generator) / x.shape[-1] ** 0.5
 
     def to_matrix(self, x: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class RescaleQuotient(QuotientManifold):
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw λ with standard Gaussian entries, (…, d)."""
         self.unpack_tensor(x)  # the checks
-        QuotientManifold._check_point(self, x)
+        super()._check_point(x)
         return standard_normal((*x.shape[:-2], x.shape[-1]), x, generator)
 
     def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
