@@ -169,7 +169,7 @@ class Block:
         size = (count,) if rotary is None else (count // 2, 2)
         stride = {None: (right,), "half": (right, right * (count // 2)), "interleaved": (2 * right, right)}[rotary]
         offset = self.offset + start * right
-        return replace(self, offset=offset, size=(self.rows, *size), stride=(down, *stride))
+        return Block(self.module, self.attribute, self.shape, offset, (self.rows, *size), (down, *stride))
 
     def of(self, whole: Tensor) -> Tensor:
         """View the block in a contiguous tensor of the parameter's shape."""
@@ -233,8 +233,10 @@ def block(
         return whole[rows, columns].T if transpose else whole[rows, columns]
 
     found = Block.from_view(module, attribute, view)
+    if rotary is None:
+        return found
     count = found.size[1]
-    if rotary not in (None, *PLANES) or (rotary and count % 2):
+    if rotary not in PLANES or count % 2:
         raise ValueError(f'rotary pairing must be "half" or "interleaved", of pairs of dimensions, got {rotary!r}')
     return found.part(0, count, rotary)
 
