@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,47 +13,17 @@ import geoopt
 import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _DisableAutocast
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from .linalg import as_count, finite, holds, pack, root
+from .linalg import as_count, check_dtype, check_finite, finite, holds, own_precision, pack, root
 
 C = TypeVar("C", bound=type)
-F = TypeVar("F", bound=Callable[..., Any])
-_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 #: The operations of manifolds whose results are numbers; those that call another one are not looked at twice.
 _OPERATIONS = {
     *("acceleration", "inner", "norm", "proju", "egrad2rgrad", "retr", "expmap", "geodesic", "transp"),
     *("logmap", "dist", "mean", "act", "vertical", "to_matrix", "canonical"),
 }
-
-
-def own_precision(function: F, finite_result: bool = False) -> F:
-    """Let a function compute in the dtype of its arguments, because autocast would round products to half precision.
-
-    With ``finite_result`` it is a method of a manifold, and returns no NaN or inf unless it was given one.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with _DisableAutocast():
-            result = function(*args, **kwargs)
-            if not finite_result or kwargs.get("on_error") == "nan":
-                return result
-            if all(map(finite, result if isinstance(result, tuple) else (result,))):
-                return result
-            # A vector with NaN makes every result NaN: only now is it worth waiting for the answer of another look.
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
-            for name in given.keys() & {"u", "v"}:
-                check_finite(given["self"], given[name], name)
-            if not all(finite(a) for a in given.values() if isinstance(a, Tensor)):
-                return result
-        raise ValueError(
-            f"{given['self']}: {function.__name__} gives numbers that its dtype does not hold, or a decomposition has "
-            "failed; rescale the point or the vector, or use float64; in an optimisation the learning rate is too high"
-        )
-
-    return wrapped  # type: ignore[return-value]
 
 
 def in_own_precision(cls: C) -> C:
@@ -82,16 +51,6 @@ def check_tensors(who: object, **arguments: Any) -> None:
                 )
 
 
-def check_dtype(who: object, x: Tensor, allow_complex: bool = True) -> None:
-    """Raise for a dtype without linear algebra."""
-    allowed = _DTYPES if allow_complex else _DTYPES[:2]
-    if x.dtype not in allowed:
-        raise ValueError(
-            f"{who}: a point of shape {tuple(x.shape)} has dtype {x.dtype}, which has no linear algebra here; convert "
-            f"it to one of {', '.join(map(str, allowed))}"
-        )
-
-
 def check_vector(who: object, x: Tensor, u: Tensor, name: str = "u") -> None:
     """Raise for a vector that does not fit a point."""
     tensors = isinstance(x, Tensor) and isinstance(u, Tensor)
@@ -101,15 +60,6 @@ def check_vector(who: object, x: Tensor, u: Tensor, name: str = "u") -> None:
         raise ValueError(
             f"{who}: the vector {name} of shape {tuple(u.shape)} does not fit the point x of shape "
             f"{tuple(x.shape)}; their last two dimensions must agree"
-        )
-
-
-def check_finite(who: object, u: Tensor, name: str = "u") -> None:
-    """Raise for a vector that is not finite."""
-    if not finite(u):
-        raise ValueError(
-            f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
-            "gradient, check the loss, or lower the learning rate"
         )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import check_dtype, check_tensors, own_precision
-from .linalg import as_count, finite, holds, largest, pack, power_of_two
+from .base import check_tensors
+from .linalg import as_count, check_dtype, finite, holds, largest, own_precision, pack, power_of_two
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0

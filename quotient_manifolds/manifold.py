@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import means
-from .base import QuotientManifold, check_dtype, check_tensors, check_vector, in_own_precision
+from .base import QuotientManifold, check_tensors, check_vector, in_own_precision
 from .gauge import gauge_in_units
 from .linalg import as_count, column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance, standard_normal
 from .metrics import INV, MIX, Metric
@@ -79,7 +79,7 @@ class GLQuotient(QuotientManifold):
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw Λ with Gaussian entries of variance 1/h, (…, h, h)."""
         self.unpack_tensor(x)  # the checks
-        check_dtype(self, x)
+        super()._check_point(x)
         return standard_normal((*x.shape[:-2], x.shape[-1], x.shape[-1]), x, generator) / x.shape[-1] ** 0.5
 
     def to_matrix(self, x: Tensor) -> Tensor:

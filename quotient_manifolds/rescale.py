@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import QuotientManifold, TangentSpace, check_dtype, check_tensors, check_vector, in_own_precision
+from .base import QuotientManifold, TangentSpace, check_tensors, check_vector, in_own_precision
 from .geodesics import as_times, column, raise_on_exit
 from .linalg import holds, in_double, largest, power_of_two, root, standard_normal
 from .means import checked_weights
@@ -184,7 +184,7 @@ class RescaleQuotient(QuotientManifold):
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw λ with standard Gaussian entries, (…, d)."""
         self.unpack_tensor(x)  # the checks
-        check_dtype(self, x, False)
+        super()._check_point(x)
         return standard_normal((*x.shape[:-2], x.shape[-1]), x, generator)
 
     def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -85,7 +85,7 @@ class Shards:
 
     def rows(self, p: Tensor, rank: int | None = None) -> slice:
         """Return which rows lie on a process, by default on this one; the last processes may have fewer, or none."""
-        step = -(-p.shape[0] // self.world.size)
+        step = -(-self.of[p].shape[0] // self.world.size)
         start = step * (self.world.rank if rank is None else rank)
         return slice(start, start + step)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import hermitian_power, standard_normal, weighted_sylvester
+from ..metrics import Pair
 from .paths import Bent, Path, energy, flat, hermitian, unflat, weights
 
 #: Coefficients that follow the end. The others hardly would, and half of the time goes into this.
@@ -29,6 +30,7 @@ class Preconditioner:
     """
 
     def __init__(self, path: Path) -> None:
+        path = path.in_single()
         w = path.rule()[0]
         averages = [torch.einsum("q,bqij->bij", w.to(X.dtype), X.mH @ X) for X in path.points()]
         inverse = weights(path.metric, averages[0], averages[1], inverse=True)
@@ -49,28 +51,34 @@ class Preconditioner:
         self._stiffness = (stiffness.unsqueeze(-1) + stiffness.unsqueeze(-2)) / 2
         like = replace(path, c=path.c[:, :_FOLLOWING])
         self._later = path.c.shape[1] - like.c.shape[1]
-        self._bent = [Bent(X, Y, like) for X, Y in zip(starts, ends, strict=True)]
-        for bent in self._bent:
-            bent.prepare()
+        # Both factors are worked on as one batch; rows of zeros that make them equally large stay zero.
+        self._rows = [X.shape[-2] for X in starts]
+        self._bent = Bent(self._stacked(starts), self._stacked(ends), like)
+        self._bent.prepare()
         # It is linear in Λ, so automatic differentiation gives the adjoint from one recorded graph.
         with torch.enable_grad():
             self._still = torch.zeros_like(T, requires_grad=True)
             self._followed = self._following(self._still)
 
+    def _stacked(self, factors: Pair) -> Tensor:
+        most = max(self._rows)
+        return torch.cat([torch.nn.functional.pad(X, (0, 0, 0, most - X.shape[-2])) for X in factors])
+
     def _following(self, L: Tensor) -> Tensor:
         """Return the change of the coefficients when the end moves by Λ."""
-        found = torch.cat([b.following(m) for b, m in zip(self._bent, (L, -L.mH), strict=True)], -2)
-        return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, self._later))
+        found = self._bent.following(torch.cat([L, -L.mH])).chunk(2)
+        own = torch.cat([part[..., :rows, :] for part, rows in zip(found, self._rows, strict=True)], -2)
+        return torch.nn.functional.pad(own, (0, 0, 0, 0, 0, self._later))
 
     def __call__(self, g: Tensor, path: Path) -> Tensor:
         """Apply the preconditioner to a gradient at a path with the same number of coefficients."""
-        gc, K = unflat(g, path)
+        gc, K = unflat(g.to(self._turn.dtype), path)
         K = K + torch.autograd.grad(self._followed, self._still, gc, retain_graph=True)[0]
         Q = self._turn
         L = Q @ ((Q.mH @ ((K - K.mH) / 2) @ Q) / self._stiffness) @ Q.mH
         L = L + hermitian(self._stretch(hermitian(K)))
         own = [P @ V.unsqueeze(1) for P, V in zip(path.split(gc), self._inverse, strict=True)]
-        return flat(torch.cat(own, -2) + self._following(L), L)
+        return flat(torch.cat(own, -2) + self._following(L), L).to(g.dtype)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -174,6 +174,10 @@ def _create(
     model: nn.Module, pairs: Sequence[SymmetricPair], left: Collection[Tensor], kind: str, options: dict[str, Any]
 ) -> QuotientOptimizer:
     """Make parameter groups: pairs, other matrices, vectors and biases, which do not decay, and matrices for Muon."""
+    if type(model).__name__ == "DeepSpeedEngine":
+        raise ValueError(
+            "the model is a DeepSpeedEngine, which gives optimisers flat copies of its parameters; use DDP or FSDP2"
+        )
     lr, others, rate = options.pop("lr"), options.pop("others", "adamw"), options.pop("other_params_lr", None)
     if kind not in OPTIMIZERS:
         raise ValueError(f'optimizer must be "adam" or "muon", got {kind!r}')

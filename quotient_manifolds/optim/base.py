@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification, NotASymmetryError
+from ..symmetries.modules import is_sharded
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, trace, wide
 from .pairs import alone, check_places, group_of, orientation, reasons
-from .stack import Stack
+from .sharded import Shards, cut, explain, full
+from .stack import Stack, restored
 
 Gradients = Mapping[Tensor, Tensor]
 
@@ -134,9 +136,13 @@ class QuotientOptimizer(Optimizer):
             warnings.warn(f"{others} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
+        sharded = [p for s in self._stacks for p in s.pairs.parameters() if is_sharded(p)]
+        self._shards = Shards(sharded)
+        self._stacks = [part for s in self._stacks for part in self._shards.split(s)]
         self._certification = Certification(s.pairs for s in self._stacks)
         self._covered = coverage(s.pairs for s in self._stacks)
-        self._partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
+        partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
+        self._partly = {p: cut(p, mask) if is_sharded(p) else mask for p, mask in partly.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -149,7 +155,8 @@ class QuotientOptimizer(Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         own = dict.fromkeys(p for group in self.param_groups for p in group["params"])
-        check_places(self._places, own)
+        if check_places(self._places, own):
+            self._cover()
         gradients = {p: p.grad for p in own if p.grad is not None}
         if any(g.is_sparse for g in gradients.values()):
             raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
@@ -160,18 +167,21 @@ class QuotientOptimizer(Optimizer):
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        running = [s for s in self._stacks if s.begin(gradients)]
+        places = self._shards.places
+        weights = self._shards.whole({p: p for p in places})
+        whole = {**gradients, **self._shards.whole({p: gradients[p] for p in places if p in gradients})}
+        running = [s for s in self._stacks if s.begin(whole, weights)]
         outside = {p: g for p, g in gradients.items() if p not in self._covered}
         outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
         for s in running:
             s.measure(self._metric, *((False, True) if on_cpu(s.sizes) else (s.steps % 8 == 0,)))
-        if not (running or outside) or not self._is_sound(running, gradients, outside):
+        if not (running or outside) or not self._is_sound(running, whole, outside):
             return
         # At steps 1, 2, 3, 5, 9, and so on: pairs without a gradient, such as experts without tokens, keep waiting, and
         # looking reads from the device.
         looking = [s for s in running if s.steps & (s.steps - 1) == 0]
         if self.certify and any(not self._certification.open.isdisjoint(s.pairs.pairs) for s in looking):
-            self._certify(gradients)
+            self._certify(whole, weights)
         for s in running:
             s.steps += 1
             if s.straight:
@@ -186,14 +196,17 @@ class QuotientOptimizer(Optimizer):
         if bound is not None:
             outside = _clip(float(bound), running, outside)
         if outside:
-            self._step_others(outside)
-        for s in running:
+            _step_others(self, self._partly, outside)
+        ends = {p: torch.zeros_like(w) for p, w in weights.items()}
+        for s in (s for s in running if s.owner in (None, self._shards.rank)):
+            s.into = None if s.owner is None else ends
             group = self.param_groups[s.group]
-            if not s.state and ("eps" in group or group["momentum"]):  # gradient descent without momentum has none
-                s.state = self._new_state(s)
+            s.state = s.state or self._new_state(s)
             before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
             self._step_pairs(group, s)
             s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())
+        self._shards.write_(ends, running)
+        for s in running:
             if not on_cpu(s.sizes):
                 del s.x, s.g, s.end
 
@@ -201,7 +214,7 @@ class QuotientOptimizer(Optimizer):
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
         sums = [s.sizes for s in running]
-        sums += [g.sum(dtype=at_least_float32(g.dtype))[None] for g in outside.values()]
+        sums += [full(g.sum(dtype=at_least_float32(g.dtype)))[None] for g in outside.values()]
         sound = (torch.cat([v.to(sums[0].device) for v in sums]).abs() < torch.inf).all()
         for s in running:
             sound = sound & s.sound().all().to(sound.device)
@@ -214,25 +227,11 @@ class QuotientOptimizer(Optimizer):
             return not outside or bool(sound)
         if bool(sound):
             return True
-        if not all(bool((bad := g).isfinite().all()) for g in gradients.values()):
-            raise ValueError(
-                f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
-                "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
-            )
-        for s in running:
-            if bool((unsound := ~s.sound()).any()):
-                raise ValueError(
-                    f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank "
-                    "since the optimiser was made; no weight was changed; make a new optimiser for these weights"
-                )
-        raise ValueError("the sum of a gradient's squares is beyond the range of its dtype; no weight was changed")
+        explain(running, gradients)
 
-    def _certify(self, gradients: Gradients) -> None:
-        """Raise for a pair that is no symmetry of the loss; warn where the gradient may be one at other weights.
-
-        It may if no pair has passed. Pairs of adapters are symmetries by their making.
-        """
-        found = self._certification.see(gradients)
+    def _certify(self, gradients: Gradients, weights: Gradients) -> None:
+        """Raise for a pair that is no symmetry; warn if none has passed, or only adapters, which are ones, fail."""
+        found = self._certification.see(gradients, weights=weights)
         try:
             found.check()
         except NotASymmetryError as error:
@@ -259,30 +258,6 @@ class QuotientOptimizer(Optimizer):
         """Update the pairs of a stack, and their state."""
         raise NotImplementedError
 
-    def _step_others(self, gradients: Gradients) -> None:
-        """Let optimisers of torch update the parameters outside pairs, and the other entries of those in pairs."""
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p in gradients]
-            lr = group["rest"] * float(group["lr"])
-            decay = lr * group["weight_decay"]
-            whole = [p for p in params if p not in self._partly]
-            if decay and whole:
-                torch._foreach_mul_(whole, 1 - decay)
-            for p in params:
-                if p in self._partly and p.dim() > 1:  # vectors do not decay
-                    p.mul_(torch.where(self._partly[p], 1, 1 - decay))
-            groups.setdefault(group["others"], []).append({**group, "params": params, "lr": lr, "weight_decay": 0.0})
-        kept = {p: p.grad for p in gradients}
-        for p, g in gradients.items():
-            p.grad = g.to(p.dtype)
-        for name, some in groups.items():
-            others = getattr(torch.optim, name)(some)
-            others.state = self.state
-            others.step()
-        for p, grad in kept.items():
-            p.grad = grad
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "step"}  # which schedulers replace
 
@@ -299,9 +274,12 @@ class QuotientOptimizer(Optimizer):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        stacks = [{k: getattr(s, k) for k in ("names", "flipped", "group", "steps", "state")} for s in self._stacks]
+        whole = self._shards.join(self._stacks, self._new_state)
+        stacks = [{k: getattr(s, k) for k in ("names", "flipped", "group", "steps", "state")} for s in whole]
         more = {"kind": type(self).__name__, "pairs": [name for s in stacks for name in s["names"]], "stacks": stacks}
-        return copy.deepcopy({**super().state_dict(), **more})
+        found = {**super().state_dict(), **more}
+        found["state"] = {i: {k: full(v) for k, v in state.items()} for i, state in found["state"].items()}
+        return copy.deepcopy(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
@@ -316,27 +294,19 @@ class QuotientOptimizer(Optimizer):
             named.setdefault(p.name, []).append(p)
         if missing := sorted(set(saved["pairs"]) - named.keys()):
             raise ValueError(f"the state belongs to other pairs: {', '.join(missing[:3])}")
-        restored = []
-        for entry in saved["stacks"]:  # others have reached full rank since the saved optimiser was created
-            s = Stack([named[name].pop(0) for name in entry["names"]], entry["flipped"], entry["group"])
-            new = self._new_state(s) if entry["state"] else {}
-            shapes, wanted = ({name: tuple(v.shape) for name, v in state.items()} for state in (entry["state"], new))
-            if shapes != wanted or len({abs(p.scale) for p in s.given}) > 1:
-                raise ValueError(
-                    f"the state of pairs has {shapes} where this optimiser has {wanted}: it is of another version, "
-                    "another rank, or another model; set ranks, lora_alpha and rslora as they were, or make a new "
-                    "optimiser"
-                )
-            s.state, s.steps = {k: v.to(new[k].device) for k, v in entry["state"].items()}, entry["steps"]
-            restored.append(s)
+        # Others have reached full rank since the saved optimiser was created.
+        found = [restored(e, [named[name].pop(0) for name in e["names"]], self._new_state) for e in saved["stacks"]]
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
-        self._stacks = restored
+        for w, state in self.state.items():
+            if is_sharded(w):
+                state.update((k, cut(w, v)) for k, v in state.items() if isinstance(v, Tensor) and v.shape == w.shape)
+        self._stacks = found
         self._cover()
 
 
 def _clip(bound: float, running: Sequence[Stack], outside: Gradients) -> dict[Tensor, Tensor]:
     """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
-    squares = [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
+    squares = [full(torch.linalg.vector_norm(wide(g))).square() for g in outside.values()]
     for s in running:
         K_inv = s.metric.inverse_roots
         squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
@@ -345,6 +315,31 @@ def _clip(bound: float, running: Sequence[Stack], outside: Gradients) -> dict[Te
     for s in running:
         torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
     return {p: g * factor.to(g.device) for p, g in outside.items()}
+
+
+def _step_others(optimizer: QuotientOptimizer, partly: Gradients, gradients: Gradients) -> None:
+    """Let optimisers of torch update the parameters outside pairs, and the other entries of those in pairs."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if p in gradients]
+        lr = group["rest"] * float(group["lr"])
+        decay = lr * group["weight_decay"]
+        whole = [p for p in params if p not in partly]
+        if decay and whole:
+            torch._foreach_mul_(whole, 1 - decay)
+        for p in params:
+            if p in partly and p.dim() > 1:  # vectors do not decay
+                p.mul_(torch.where(partly[p], 1, 1 - decay))
+        groups.setdefault(group["others"], []).append({**group, "params": params, "lr": lr, "weight_decay": 0.0})
+    kept = {p: p.grad for p in gradients}
+    for p, g in gradients.items():
+        p.grad = g.to(p.dtype)
+    for name, some in groups.items():
+        others = getattr(torch.optim, name)(some)
+        others.state = optimizer.state
+        others.step()
+    for p, grad in kept.items():
+        p.grad = grad
 
 
 def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:

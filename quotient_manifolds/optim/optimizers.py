@@ -283,6 +283,9 @@ class QuotientSGD(QuotientOptimizer):
 
     others = "SGD"
 
+    def _new_state(self, s: Stack) -> dict[str, Tensor]:
+        return super()._new_state(s) if self.param_groups[s.group]["momentum"] else {}
+
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots
         if momentum:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ class Stack:
 
     ``flipped`` says whether G and H of the pairs, ``given`` as they are in their model, have swapped roles, and
     ``scale`` is positive: 1 for an adapter's 0. ``state`` holds tensors whose first dimension runs over points: one for
-    each pair, or for each column of each pair where the group is diagonal; ``steps`` counts steps.
+    each pair, or for each column of each pair where the group is diagonal; ``steps`` counts steps. Where parameters are
+    sharded, ``owner`` is the process that has the state and steps, and ``into`` takes what it writes.
 
     In a step ``x`` and ``g`` are the rows of G and of H and their gradients, each (points, rows, h), in float32 at
     least, ``end`` has room for as many, ``sizes`` the norms of both gradients, (2,), ``metric`` is that at the weights,
@@ -40,6 +42,8 @@ class Stack:
         self.given, self.names, self.flipped, self.group = pairs, [p.name for p in pairs], flipped, group
         self.pairs = PairStack([replace(p, G=p.H, H=p.G) if flipped else p for p in pairs])
         self.scale, self.steps, self.state = abs(pairs[0].scale) or 1.0, 0, dict[str, Tensor]()
+        self.owner: int | None = None
+        self.into: Mapping[Tensor, Tensor] | None = None
         self.dtype = at_least_float32(pairs[0].G[0].tensor.dtype)
         self.blocks = [BlockStack([p.G for p in self.pairs.pairs]), BlockStack([p.H for p in self.pairs.pairs])]
         self.counts = torch.tensor([self.pairs.n, self.pairs.m])[:, None, None]  # of rows
@@ -63,11 +67,11 @@ class Stack:
             points = points.unflatten(0, (-1, group.h))
         return group.from_point(points) if group.diagonal or points.is_complex() else points
 
-    def begin(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+    def begin(self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor]) -> bool:
         """Read weights and gradients; return whether any pair has one. Pairs without one are left as they are.
 
-        On the CPU they are read to the same place at every step: there memory that is new to the process costs more
-        than what is computed. Elsewhere :meth:`end_` gives it back.
+        ``weights`` are read instead of parameters. On the CPU all are read to the same place at every step: there
+        memory that is new to the process costs more than what is computed. Elsewhere it is given back after the step.
         """
         active = []
         for p in self.pairs.pairs:
@@ -86,7 +90,7 @@ class Stack:
         into, views = list[Tensor](), list[Tensor]()
         for blocks, x, g in zip(self.blocks, self.x, self.g, strict=True):
             parameters = blocks.parameters()
-            for points, tensors in ((x, parameters), (g, map(gradients.get, parameters))):
+            for points, tensors in ((x, [weights.get(p, p) for p in parameters]), (g, map(gradients.get, parameters))):
                 of_rows, of_tensors = blocks.views(self._rows(points), tensors)
                 into += of_rows
                 views += of_tensors
@@ -137,7 +141,7 @@ class Stack:
                 end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a)
         ends = [self.only(end, x) for end, x in zip(self.end, self.x, strict=True)]
         for blocks, end in zip(self.blocks, ends, strict=True):
-            blocks.scatter_(self._rows(end))
+            blocks.scatter_(self._rows(end), self.into)
         if transport:
             across, N = self.products([*self.x, ends[1]], [*ends, ends[1]]).split([2, 1], dim=1)
             self.transport_(self.metric.transport_covectors(N.squeeze(1), across))
@@ -194,3 +198,19 @@ class Stack:
     def name(self, where: Tensor) -> str:
         """Return the name of the first pair of which a point is marked."""
         return self.names[int(where.nonzero()[0]) // self.points]
+
+
+def restored(
+    entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], new_state: Callable[[Stack], dict[str, Tensor]]
+) -> Stack:
+    """Restore a stack from its entry in a ``state_dict``."""
+    s = Stack(pairs, entry["flipped"], entry["group"])
+    new = new_state(s) if entry["state"] else {}
+    shapes, wanted = ({name: tuple(v.shape) for name, v in state.items()} for state in (entry["state"], new))
+    if shapes != wanted or len({abs(p.scale) for p in pairs}) > 1:
+        raise ValueError(
+            f"the state of pairs has {shapes} where this optimiser has {wanted}: it is of another version, another "
+            "rank, or another model; set ranks, lora_alpha and rslora as they were, or make a new optimiser"
+        )
+    s.state, s.steps = {k: v.to(new[k].device) for k, v in entry["state"].items()}, entry["steps"]
+    return s

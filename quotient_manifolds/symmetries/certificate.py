@@ -160,7 +160,9 @@ PROBES = 8
 
 
 @torch.no_grad()
-def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+def orbit_residuals(
+    stack: PairStack, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None
+) -> Tensor:
     r"""Return ‖ΩCᴴ‖ relative to its larger term, of every pair of a stack; NaN for 0/0.
 
     Ω is the identity up to h = 8, else Gaussian of shape (8, h): ΩCᴴ costs h/8 times less than C; with the few rows on
@@ -179,7 +181,8 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
     for run in stack.runs:
         p = run.block.tensor
         if p in gradients:
-            x, slope = (stack.group.to_point(run.block.of(t.contiguous())).to(wide) for t in (p, gradients[p]))
+            both = (weights or {}).get(p, p), gradients[p]
+            x, slope = (stack.group.to_point(run.block.of(t.contiguous())).to(wide) for t in both)
             if run.rows.start < stack.n:
                 one[run.points] += (probe @ slope.mH) @ x
             else:
@@ -189,7 +192,11 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
 
 
 def certify(
-    found: Iterable[PairStack], gradients: Mapping[Tensor, Tensor], *, tolerance: float = HALF_PRECISION
+    found: Iterable[PairStack],
+    gradients: Mapping[Tensor, Tensor],
+    *,
+    tolerance: float = HALF_PRECISION,
+    weights: Mapping[Tensor, Tensor] | None = None,
 ) -> Certificate:
     """Check with the gradient of a loss whether assumed symmetries of the weights hold.
 
@@ -202,6 +209,8 @@ def certify(
     tolerance : float
         Residuals up to this count as rounding. The default is for half precision, because a float32 gradient does not
         show whether half precision was used; 1e-4 is enough for one that was computed in float32.
+    weights : mapping of Tensor to Tensor, optional
+        Read instead of the parameters, by parameter, where these are sharded.
 
     Returns
     -------
@@ -218,7 +227,9 @@ def certify(
     >>> certify(pairs, {p: p.grad for p in layer.parameters()}, tolerance=1e-4).failures
     ()
     """
-    all_residuals = [pr for s in found for pr in zip(s.pairs, orbit_residuals(s, gradients).tolist(), strict=True)]
+    all_residuals = [
+        pr for s in found for pr in zip(s.pairs, orbit_residuals(s, gradients, weights).tolist(), strict=True)
+    ]
     unreached = tuple(p for p, r in all_residuals if math.isnan(r))
     return Certificate({p: r for p, r in all_residuals if not math.isnan(r)}, unreached, tolerance)
 
@@ -333,9 +344,9 @@ class Certification:
         self.open = {p for s in self._stacks for p in s.pairs}
         self.last: Certificate | None = None
 
-    def see(self, gradients: Mapping[Tensor, Tensor], *, tolerance: float = HALF_PRECISION) -> Certificate:
-        """Check the pairs that are not certified yet with new gradients."""
+    def see(self, gradients: Mapping[Tensor, Tensor], **options: Any) -> Certificate:
+        """Check the pairs that are not certified yet with new gradients; options are those of :func:`certify`."""
         self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
-        self.last = certify(self._stacks, gradients, tolerance=tolerance)
+        self.last = certify(self._stacks, gradients, **options)
         self.open &= set(self.last.unreached)
         return self.last

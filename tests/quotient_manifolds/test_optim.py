@@ -845,6 +845,13 @@ def test_sharded_parameters_are_refused():
         create_quotient_lora_optimizer(model, lr=1e-3)
 
 
+def test_engines_of_deepspeed_are_refused():
+    engine = type("DeepSpeedEngine", (nn.Sequential,), {})(lora())
+    for create in (create_quotient_lora_optimizer, create_quotient_optimizer):
+        with pytest.raises(ValueError, match="DeepSpeedEngine, which gives optimisers flat copies"):
+            create(engine, lr=1e-3)
+
+
 def test_weights_replaced_by_ones_of_lower_rank():
     model = lora()
     optimizer = optimizer_of(model, "adam")
