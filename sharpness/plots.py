@@ -10,15 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from quotient_manifolds.compare import ModelDistance
-
 from .direction import Profile, profile
 from .errors import require_extra
 from .files import atomic_write
 from .results import SharpnessResult
 from .shares import LayerShare, LayerShares
 
-__all__ = ["plot_distances", "plot_layers", "plot_model", "plot_profile"]
+__all__ = ["plot_layers", "plot_model", "plot_profile"]
 
 #: Colours of the measures, by Okabe and Ito without their yellow, which is faint on white; each has a marker too, so
 #: that nothing depends on colour alone.
@@ -36,7 +34,6 @@ _STYLE = {
     "legend.frameon": False,
 }
 _WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)", "first-order": "straight line"}
-_KINDS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
 
 
 @contextmanager
@@ -155,40 +152,6 @@ def _column(share: LayerShare) -> str:
     """Name the column of the map: a pair with its head, or the other weights."""
     of_pair = share.head is not None or share.part in ("LoRA", "other pairs")
     return f"{share.part} {share.head or 0}" if of_pair else "weights"
-
-
-def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the distances of two models' heads: a map per kind of pair, a row per layer, a column per head.
-
-    Parameters
-    ----------
-    found : ModelDistance
-        Result of :func:`quotient_manifolds.symmetries.model_distance`.
-    path : str or path, optional
-        File for the figure; by default it is only returned.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import model_distance
-    >>> one, other = (torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
-    >>> drawn = plot_distances(model_distance(one, other))
-    """
-    kinds = list(dict.fromkeys(p.kind for p in found.pairs))
-    tables = [found.table(kind) for kind in kinds]
-    height = 1.6 + 0.35 * max((len(modules) for modules, _ in tables), default=1)
-    with figure(path, (4.6 * max(len(kinds), 1), height), columns=max(len(kinds), 1)) as (drawn, (row,)):
-        for axes, kind, (modules, table) in zip(row, kinds, tables, strict=True):
-            image = axes.imshow(table.numpy(), cmap="viridis", aspect="auto", vmin=0)
-            axes.set_yticks(range(len(modules)), modules)
-            axes.set_xticks(range(table.shape[1]))
-            axes.set(xlabel="head", title=f"{kind}: distance ({found.metric})")
-            drawn.colorbar(image, ax=axes)
-    return drawn
 
 
 def plot_model(

@@ -22,7 +22,10 @@ from .distributed import World
 from .measures import Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .points import WeightBlock
-from .shares import Places
+from .shares import NetworkParts
+
+#: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
+_IN_FLOAT32 = 1e-4
 
 
 class Evidence:
@@ -42,7 +45,7 @@ class Evidence:
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
         rough = self._space.above_base or torch.is_autocast_enabled(self._space.device.type)
-        return HALF_PRECISION / 3 if rough else 1e-4
+        return HALF_PRECISION / 3 if rough else _IN_FLOAT32
 
     def see(self, gradient: Mapping[Tensor, Tensor]) -> None:
         """Take note of a gradient with respect to the parameters, at the base point."""
@@ -51,8 +54,8 @@ class Evidence:
         said = self._certification.see(gradient, tolerance=self.tolerance).residuals
         residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
         self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        there = {name for name in self._unreached if space.parameters[name] in gradient}
-        self._unreached -= {name for name in there if bool(gradient[space.parameters[name]].any())}
+        slopes = {name: gradient.get(space.parameters[name]) for name in self._unreached}
+        self._unreached = {name for name, g in slopes.items() if g is None or not bool(g.any())}
 
     def uncertified(self) -> set[str]:
         """Name the pairs of all processes that had no gradient yet."""
@@ -150,15 +153,14 @@ class WeightSpace:
         self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
         self._sizes = [b.dim for b in self.blocks]
         self.dim = sum(self._sizes)
-        last = {p: b for b in self.blocks for p in b.parameters()}
-        self._last_used = [[p for p in b.parameters() if last[p] is b] for b in self.blocks]
+        last = {p: b for b in self.blocks for p in b.parameters}
+        self._last_used = [[p for p in b.parameters if last[p] is b] for b in self.blocks]
         self._pair_blocks = [b for b in self._in_order if isinstance(b, PairBlock)]
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
         self.evidence = Evidence(self, [b.stack for b in self._pair_blocks])
         self.gradients = Gradients(moving, (p for p in model.parameters() if p.requires_grad))
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
-        self._places: Places | None = None
         self.remarks: list[str] = []
 
     def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
@@ -166,8 +168,8 @@ class WeightSpace:
         if self.measure.form == "canonical":
             self.form = canonical_form(self.model, classes=self.classes, pairs=pairs)
         with pointing_to(self.model, {} if self.form is None else self.form.values):
-            division = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
-            return build_blocks(self.measure, self.parameters, self.dtype, division)
+            found = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
+            return build_blocks(self.measure, self.parameters, self.dtype, *found)
 
     def empty(self) -> Tensor:
         """Return a vector with any content, (dim,)."""
@@ -205,11 +207,12 @@ class WeightSpace:
         for block, c in self.each(xi):
             block.vector_(out, c, at_model=True)
         tensors = {name: out[p].cpu() for name, p in self.parameters.items()}
-        if self._places is None:  # finding pairs takes seconds, and there are many directions
-            pairs = find_symmetric_pairs(self.model, include_frozen=True)
-            self._places = Places(self.model, self.parameters, pairs)
-        squares = self._places.squares(self.each(xi))
+        squares = self._parts.squares(self.each(xi))
         return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
+
+    @functools.cached_property
+    def _parts(self) -> NetworkParts:  # finding pairs takes seconds, and there are many directions
+        return NetworkParts(self.model, self.parameters, find_symmetric_pairs(self.model, include_frozen=True))
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .blocks import GL, Block, BlockStack, Run, real_view
+from .blocks import GL, Block, BlockStack, masks
 from .modules import is_sharded
 from .pairs import SHARED, SymmetricPair, check_pairs, refused
 
@@ -63,14 +63,10 @@ class PairStack:
                 raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape, group or metric; see stacks()")
         self.n, self.m, self.metric = first.n, first.m, first.metric
         self._rows = BlockStack([p.G + p.H for p in self.pairs])
+        self.runs = self._rows.runs  # the strided views of which the rows consist
 
     def __len__(self) -> int:
         return len(self.pairs)
-
-    @property
-    def runs(self) -> list[Run]:
-        """The strided views of which the rows consist."""
-        return self._rows.runs
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
@@ -93,14 +89,6 @@ class PairStack:
     def scatter_(self, x: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
         """Write a point of :meth:`gather`'s shape, rounded to their dtype, into the parameters or ``tensors``."""
         self._rows.scatter_(self.group.from_point(x), tensors)
-
-    def views(self, tensors: Mapping[Tensor, Tensor]) -> Iterator[tuple[slice, bool, Tensor, Tensor]]:
-        """Yield (indices of pairs, whether the rows are of G, some rows of points, the same rows of ``tensors``)."""
-        for run in self.runs:
-            p = run.block.tensor
-            if p in tensors:
-                x, y = (self.group.to_point(run.block.of(t.contiguous())) for t in (p, tensors[p]))
-                yield run.points, run.rows.start < self.n, x, y
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
@@ -134,12 +122,7 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
 
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
     """Return, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
-    masks: dict[Tensor, Tensor] = {}
-    for b in (b for s in found for p in s.pairs for b in p.G + p.H + p.null):
-        if (t := b.tensor) not in masks:
-            masks[t] = torch.zeros(real_view(t).shape, dtype=torch.bool, device=t.device)
-        b.of(masks[t]).fill_(True)
-    return masks
+    return masks(b for s in found for p in s.pairs for b in p.G + p.H + p.null)
 
 
 def without_sharing(pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:

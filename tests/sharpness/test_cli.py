@@ -106,7 +106,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     def refuse(*_):
         raise AssertionError("hashed for nothing: --out is not given")
 
-    monkeypatch.setattr("sharpness.cli.one_model.of_model", refuse)
+    monkeypatch.setattr("sharpness.commands.of_model", refuse)
     arguments = [
         "run",
         "tests.spread:model",
@@ -157,6 +157,7 @@ def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(b"read")
     monkeypatch.setattr("sharpness.models.load", None)  # before any work
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of a page of the documentation
     model, data = ("bert", "data") if "/" in out else ("mine:model", "xy.pt")
     run = ["run", model, data, "--checkpoint", "w.pt", "--rho", "0.1", "--quiet", "--out", out]
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}

@@ -23,7 +23,6 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.attention import Dimensions
 from quotient_manifolds.symmetries.pairs import SHARED, merged, refused
 from quotient_manifolds.symmetries.stacks import without_sharing
 
@@ -47,8 +46,7 @@ def test_scatter_into_a_strided_parameter():
 def test_rotary_blocks_read_planes_as_complex_numbers():
     layer = nn.Linear(3, 8, bias=False)
     for pairing, planes in (("half", [(0, 2), (1, 3)]), ("interleaved", [(0, 1), (2, 3)])):
-        q = Projection(layer).input_blocks(Dimensions(1, 4, 0, 4, pairing))
-        k = Projection(layer).input_blocks(Dimensions(0, 4, 0, 4, pairing))
+        q, k = (tuple(b.part(0, 4, pairing) for b in Projection(layer).input_blocks(head, 4)) for head in (1, 0))
         pair = SymmetricPair("p", "qk", GL(2, diagonal=True, field="complex"), q, k)
         x = pair.gather()
         assert x.shape == (2, 6, 1)
@@ -67,8 +65,8 @@ def test_rotary_blocks_read_planes_as_complex_numbers():
 
 def test_a_block_follows_a_replaced_parameter_and_notices_another_shape():
     layer = nn.Linear(4, 4)
-    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).input_blocks(Dimensions(0, 2, 0, 2)),
-                         Projection(layer).input_blocks(Dimensions(1, 2, 0, 2)))  # fmt: skip
+    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).input_blocks(0, 2),
+                         Projection(layer).input_blocks(1, 2))  # fmt: skip
     layer.weight = nn.Parameter(torch.ones(4, 4))
     assert pair.gather()[:4].eq(1).all()
     layer.weight = nn.Parameter(torch.ones(6, 4))
@@ -151,10 +149,10 @@ def test_groups_that_do_not_exist(wrong):
 
 def test_tied_and_doubled_blocks_are_errors():
     layer = nn.Linear(4, 4)
-    q = Projection(layer).input_blocks(Dimensions(0, 2, 0, 2))
+    q = Projection(layer).input_blocks(0, 2)
     with pytest.raises(ValueError, match="is in G and in H"):
         SymmetricPair("tied", "qk", GL(2), q, q)
-    k = Projection(layer).input_blocks(Dimensions(1, 2, 0, 2))
+    k = Projection(layer).input_blocks(1, 2)
     pair = SymmetricPair("twice", "qk", GL(2), q, k)
     with pytest.raises(ValueError, match="belongs to pair 'twice'"):
         find_symmetric_pairs(layer, extra=[pair, replace(pair, module="again")])
