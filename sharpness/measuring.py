@@ -108,7 +108,7 @@ class BatchLoss:
         seen = [piece for piece in self._seen if piece[0]]
         value = sum(weight * loss for weight, loss, _, _ in seen)
         wrong, counted = sum(piece[2] for piece in seen), sum(piece[3] for piece in seen)
-        totals = self.space.world.sum(torch.tensor([value, wrong, counted], dtype=torch.float64))
+        totals = self.space.world.sum(torch.tensor([value, wrong, counted], dtype=torch.float64, device="cpu"))
         value, wrong, counted = totals.tolist()
         value /= self.space.world.size
         if math.isfinite(value):

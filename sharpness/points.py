@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -48,15 +49,19 @@ class PointBlock:
     quadratic = False
 
     def __init__(self, name: str, parameter: geoopt.ManifoldParameter, dtype: torch.dtype) -> None:
-        self.name, self.parameter, self.manifold, self.dtype = name, parameter, parameter.manifold, dtype
-        size = parameter[(0,) * (parameter.dim() - self.manifold.ndim)].numel() * (2 if parameter.is_complex() else 1)
+        self.name, self.parameter, self.dtype = name, parameter, dtype
+        size = parameter[(0,) * (parameter.dim() - parameter.manifold.ndim)].numel() * (
+            2 if parameter.is_complex() else 1
+        )
         self.dim = real_view(parameter.detach()).numel()
         self._shape = self.dim // size, size
         self.refresh()
 
     def refresh(self) -> None:
         """Go to the parameter's present value."""
-        self.x = in_double(self.parameter.data)
+        self.x, self.manifold = in_double(self.parameter.data), self.parameter.manifold
+        if self.x.device != self.parameter.device:  # the manifold's own numbers may be there
+            self.manifold = copy.deepcopy(self.manifold).cpu()
         self.__dict__.pop("_frame", None)
 
     def parameters(self) -> list[Tensor]:
@@ -75,7 +80,7 @@ class PointBlock:
         return torch.view_as_complex(t.contiguous()) if self.x.is_complex() else t
 
     def _of_flat(self, c: Tensor) -> Tensor:
-        return c.to(torch.float64).view(self._shape)
+        return in_double(c).view(self._shape)
 
     def _proju(self, points: Tensor) -> Tensor:
         """Project vectors (k, points, size)."""
@@ -130,8 +135,8 @@ class PointBlock:
         _, projector = self._frame
         points = self._of_flat(c)
         if projector is None:
-            return self._proju(points.unsqueeze(0)).flatten().to(c.dtype)
-        return (projector @ points.unsqueeze(-1)).flatten().to(c.dtype)
+            return self._proju(points.unsqueeze(0)).flatten().to(c)
+        return (projector @ points.unsqueeze(-1)).flatten().to(c)
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian tangent vector, the same on all devices."""
