@@ -6,7 +6,7 @@ import gc
 import pytest
 
 #: Tests that wait for processes forked from one that has imported everything: there is one such for all of them, and
-#: they begin first, so that others use the cores in the meantime (pytest-xdist's --dist loadgroup; a file is a group).
+#: they begin first, so that others use the cores in the meantime.
 FORKING = ("test_second_device.py", "test_study_run.py", "test_sharded.py", "test_distributed.py", "test_plots.py")
 
 #: The longest of the other files, which begin next: one that began last would keep all but one core idle.
@@ -18,12 +18,24 @@ LONG = (
 ORDER = {name: i - len(FORKING + LONG) for i, name in enumerate(FORKING + LONG)}
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each worker of pytest-xdist whole files, and those that fork to one: they share what was set up or imported.
+
+    Marks of groups would do, if the two agreed on what a test is called (pytest-xdist 3.8 and pytest 9.2 do not).
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "forking" if file.endswith(FORKING) else file
+
+    return Files(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    """Group the tests for the workers of pytest-xdist, and order them."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("forking" if item.path.name in FORKING else file))
+    """Order the tests."""
     items.sort(key=lambda item: ORDER.get(item.path.name, 0))
 
 

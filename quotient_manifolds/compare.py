@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -15,7 +15,7 @@ from .manifold import MANIFOLDS
 from .means import ConvergenceError
 from .symmetries.discovery import find_symmetric_pairs
 from .symmetries.lora import adapter_pairs, adapter_tensors, lora_layers
-from .symmetries.pairs import SymmetricPair, check_pairs
+from .symmetries.pairs import SymmetricPair
 from .symmetries.stacks import PairStack, stacks
 
 
@@ -92,14 +92,7 @@ class ModelDistance:
 
 
 @torch.no_grad()
-def model_distance(
-    one: nn.Module,
-    other: nn.Module,
-    *,
-    metric: str = "inv",
-    match: str = "none",
-    pairs: tuple[Iterable[SymmetricPair], Iterable[SymmetricPair]] | None = None,
-) -> ModelDistance:
+def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", match: str = "none") -> ModelDistance:
     r"""Compute the distance of two models of one architecture, pair by pair, modulo the GL(h) of every pair.
 
     Whether weights are frozen does not matter. Layers with LoRA are compared by their active adapters, (s B, Aᵀ) with
@@ -114,13 +107,11 @@ def model_distance(
         Which heads are compared: those of the same number or, for models trained independently, those of the assignment
         within every module that minimises the sum of :math:`\|X_i - Y_j\|^2 / (\|X_i\| \|Y_j\|)`, where X and Y are the
         products G Hᴴ of the heads; pairs of one head stay together, and so do queries that share their keys.
-    pairs : tuple of two iterables of SymmetricPair, optional
-        The pairs of both models; by default those that ``find_symmetric_pairs(…, include_frozen=True)`` finds.
 
     Returns
     -------
     ModelDistance
-        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map (``sharpness.plots.plot_distances``).
+        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map.
 
     Raises
     ------
@@ -141,7 +132,7 @@ def model_distance(
     """
     if metric not in ("inv", "mix") or match not in ("none", "heads"):
         raise ValueError(f'metric must be "inv" or "mix", match "none" or "heads", got {metric!r} and {match!r}')
-    first, second, skipped = _comparable(pairs or [find_symmetric_pairs(m, include_frozen=True) for m in (one, other)])
+    first, second, skipped = _comparable(one, other)
     if match == "heads":
         second = _matched(first, second)
     partner, found = dict(zip(map(id, first), second, strict=True)), dict[int, PairDistance]()
@@ -159,11 +150,9 @@ def model_distance(
     return ModelDistance(metric, distances, skipped | {d.name: lost for d in distances if math.isnan(d.distance)})
 
 
-def _comparable(
-    sides: Iterable[Iterable[SymmetricPair]],
-) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
+def _comparable(one: nn.Module, other: nn.Module) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
     """Return the pairs of two models that have a group, and the names of the others with the reason."""
-    both = [check_pairs(side) for side in sides]
+    both = [find_symmetric_pairs(model, include_frozen=True) for model in (one, other)]
     skipped = {p.name: p.reason for side in both for p in side if p.group is None}
     first, second = ([p for p in side if p.group is not None] for side in both)
     if not first and not second:

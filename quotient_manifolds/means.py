@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_tensors
+from .base import check_tensors
 from .linalg import choose, in_double
 
 #: Steps from one start, and the length of the mean logarithm below which a point counts as a mean.

@@ -49,10 +49,9 @@ class PointBlock:
     quadratic = False
 
     def __init__(self, name: str, parameter: geoopt.ManifoldParameter, dtype: torch.dtype) -> None:
-        self.name, self.parameter, self.dtype = name, parameter, dtype
-        size = parameter[(0,) * (parameter.dim() - parameter.manifold.ndim)].numel() * (
-            2 if parameter.is_complex() else 1
-        )
+        self.name, self.parameter, self.parameters, self.dtype = name, parameter, [parameter], dtype
+        one = parameter[(0,) * (parameter.dim() - parameter.manifold.ndim)]
+        size = one.numel() * (2 if one.is_complex() else 1)
         self.dim = real_view(parameter.detach()).numel()
         self._shape = self.dim // size, size
         self.refresh()
@@ -63,10 +62,6 @@ class PointBlock:
         if self.x.device != self.parameter.device:  # the manifold's own numbers may be there
             self.manifold = copy.deepcopy(self.manifold).cpu()
         self.__dict__.pop("_frame", None)
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameter."""
-        return [self.parameter]
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 
@@ -126,17 +121,13 @@ class PointBlock:
     def _vector(self, c: Tensor) -> Tensor:
         """Return the tangent vector with coordinates c, (points, size)."""
         frame, projector = self._frame
-        if projector is None:
-            return self._proju(c.unsqueeze(0))[0] * frame
-        return (frame @ c.unsqueeze(-1)).squeeze(-1)
+        return self._proju(c.unsqueeze(0))[0] * frame if projector is None else torch.einsum("pij,pj->pi", frame, c)
 
     def project(self, c: Tensor) -> Tensor:
         """Project on the coordinates of tangent vectors."""
-        _, projector = self._frame
-        points = self._of_flat(c)
-        if projector is None:
-            return self._proju(points.unsqueeze(0)).flatten().to(c)
-        return (projector @ points.unsqueeze(-1)).flatten().to(c)
+        projector, points = self._frame[1], self._of_flat(c)
+        found = self._proju(points.unsqueeze(0)) if projector is None else projector @ points.unsqueeze(-1)
+        return found.flatten().to(c)
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian tangent vector, the same on all devices."""

@@ -42,8 +42,8 @@ def _build(
             )
     if pairs is None and measure.divides:
         warn_of_unknown(model)
-    division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
-    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype.to_real(), division)
+    found = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
+    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype.to_real(), *found)
     if measure.pair_block is not None:
         raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
     return list(parameters.values()), blocks

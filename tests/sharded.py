@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import sharpness
 from sharpness.ascent import gram_matrix
 from sharpness.losses import Objective
-from sharpness.measuring import BatchLoss, measured
+from sharpness.measuring import BatchLoss, attached_space
 from sharpness.perturb import preserved
 from tests import networks
 from tests.extent import EXHAUSTIVE
@@ -104,7 +104,7 @@ def results(which, model, batches):
 def random_vectors(model, batches):
     """Random vectors of every process, their lengths with all, and an average over them."""
     objective, state = Objective(), preserved(model)
-    with state, state, measured(model, batches, sharpness.get_measure("geodesic-inv"), objective) as (space, _):
+    with state, state, attached_space(model, batches, sharpness.get_measure("geodesic-inv"), objective) as (space, _):
         one, two, again = (space.random(torch.Generator().manual_seed(seed)) for seed in (0, 1, 0))
         vectors = {"part": one, "same": torch.equal(one, again), "square": space.norm(one) ** 2, "dim": space.dim}
         vectors["horizontal"] = float((space.project(one) - one).norm() / one.norm())
@@ -118,7 +118,7 @@ def residuals(model, batches, measure):
     found, objective = {}, Objective()
 
     state = preserved(model)
-    with state, state, measured(model, batches, sharpness.get_measure(measure), objective) as (space, each):
+    with state, state, attached_space(model, batches, sharpness.get_measure(measure), objective) as (space, each):
         for index, batch in each:
             BatchLoss(space, objective, batch, index)
             found.update({pair.name: residual for pair, residual in space.evidence.residuals.items()})

@@ -22,6 +22,9 @@ from ..linalg import has_double
 F = TypeVar("F", bound=Callable[..., Any])
 #: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+#: What passes a batch through a model, and what passes its own batch, perhaps changed, and returns the outputs.
+Forward = Callable[[nn.Module, Any], Any]
+Run = Callable[..., list[Tensor]]
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
@@ -78,27 +81,20 @@ def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-class _FastPath:
-    """Torch's fast path of encoder layers, off during any measurement, because the setting is shared by all threads."""
-
-    def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.RLock(), set[int](), True
-
-    def switch(self, user: int, *, off: bool) -> None:
-        """Switch it off, or restore it when the last user has finished; a second call is harmless."""
-        with self._lock:
-            if off:
-                if not self._users:
-                    self._before = torch.backends.mha.get_fastpath_enabled()
-                self._users.add(user)
-                torch.backends.mha.set_fastpath_enabled(False)
-            else:
-                if self._users == {user}:
-                    torch.backends.mha.set_fastpath_enabled(self._before)
-                self._users.discard(user)
+#: Who has switched off torch's fast path of encoder layers, which all threads share, and whether it was on before.
+_FAST_PATH_USERS, _lock = dict[int, bool](), threading.RLock()
 
 
-_fast_path = _FastPath()
+def _switch_fast_path(user: int, *, off: bool) -> None:
+    """Switch the fast path off, or restore it when the last user has finished; a second call is harmless."""
+    with _lock:
+        if off:
+            before = torch.backends.mha.get_fastpath_enabled() or any(_FAST_PATH_USERS.values())
+            _FAST_PATH_USERS.setdefault(user, before)
+            torch.backends.mha.set_fastpath_enabled(False)
+        elif user in _FAST_PATH_USERS:
+            torch.backends.mha.set_fastpath_enabled(_FAST_PATH_USERS[user] and len(_FAST_PATH_USERS) == 1)
+            del _FAST_PATH_USERS[user]
 
 
 class preserve_model_state:
@@ -134,7 +130,7 @@ class preserve_model_state:
 
     def __enter__(self) -> None:
         try:
-            _fast_path.switch(id(self), off=True)  # it reads weights without autograd, or without adapters
+            _switch_fast_path(id(self), off=True)  # it reads weights without autograd, or without adapters
             torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
             for module, name, _ in self.attributes:
                 setattr(module, name, False)
@@ -166,7 +162,7 @@ class preserve_model_state:
                 buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave switched on
         for setter, before in self.settings:
             setter(before)
-        _fast_path.switch(id(self), off=False)
+        _switch_fast_path(id(self), off=False)
 
 
 def caching(model: nn.Module) -> list[nn.Module]:
@@ -202,8 +198,7 @@ def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str,
         return None if type(value).__name__.endswith("Cache") else value
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in calls:
-            calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
+        calls.setdefault(name, (tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}))
 
     with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):  # hooks need eager code
         for name, module in wanted.items():
@@ -219,8 +214,8 @@ def widened(batch: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 @contextmanager
 def running_copy(
-    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float64
-) -> Iterator[tuple[nn.Module, Callable[..., list[Tensor]]]]:
+    model: nn.Module, batch: Any, forward: Forward, dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[nn.Module, Run]]:
     """Yield a copy of a model, in evaluation mode and another dtype, and what returns its outputs.
 
     All passes draw the same random numbers. What changes their batch may be given to them.
@@ -271,14 +266,9 @@ def _wide(argument: Any) -> Any:
 
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Walk through the tensors of a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for v in batch.values():
-            yield from tensors(v)
-    elif isinstance(batch, (list, tuple)):
-        for v in batch:
-            yield from tensors(v)
+    found = list[Tensor]()
+    tree_map(found.append, batch)
+    return iter(found)
 
 
 def floats(batch: Any) -> list[Tensor]:
