@@ -17,6 +17,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ..linalg import has_double
+
 F = TypeVar("F", bound=Callable[..., Any])
 #: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -225,7 +227,10 @@ def running_copy(
 
     All passes draw the same random numbers. What changes their batch may be given to them.
     """
-    twin = copied(model).double() if dtype == torch.float64 else copied(model).float()
+    twin = copied(model)
+    if dtype == torch.float64 and not all(has_double(p.device.type) for p in model.parameters()):
+        twin, batch = twin.cpu(), to_device(batch, torch.device("cpu"))
+    twin = twin.double() if dtype == torch.float64 else twin.float()
     for p in twin.parameters():
         if p.is_complex():  # points, which no such method of a module reaches
             p.data = p.data.to(dtype.to_complex())
