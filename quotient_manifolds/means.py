@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import check_tensors
-from .linalg import choose, in_double
+from .linalg import check_tensors, choose, in_double
 
 #: Steps from one start, and the length of the mean logarithm below which a point counts as a mean.
 _STEPS, _TOLERANCE = 200, 1e-9

@@ -273,8 +273,13 @@ def _wide(argument: Any) -> Any:
 
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Walk through the tensors of a batch."""
-    found = list[Tensor]()
-    tree_map(found.append, batch)
+    found, left = list[Tensor](), [batch]
+    while left:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (Mapping, list, tuple)):
+            left += reversed(list(item.values() if isinstance(item, Mapping) else item))
     return iter(found)
 
 
