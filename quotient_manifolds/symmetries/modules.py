@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
@@ -85,7 +85,8 @@ _FAST_PATH_USERS, _lock = dict[int, bool](), threading.RLock()
 
 def _switch_fast_path(user: int, *, off: bool) -> None:
     """Switch the fast path off, or restore it when the last user has finished; a second call is harmless."""
-    with _lock:
+    try:
+        _lock.acquire()
         if off:
             before = torch.backends.mha.get_fastpath_enabled() or any(_FAST_PATH_USERS.values())
             _FAST_PATH_USERS.setdefault(user, before)
@@ -93,6 +94,10 @@ def _switch_fast_path(user: int, *, off: bool) -> None:
         elif user in _FAST_PATH_USERS:
             torch.backends.mha.set_fastpath_enabled(_FAST_PATH_USERS[user] and len(_FAST_PATH_USERS) == 1)
             del _FAST_PATH_USERS[user]
+    finally:
+        with suppress(RuntimeError):  # of a lock that is free
+            while True:  # as often as calls took it that an interrupt ended: other threads would wait for ever
+                _lock.release()
 
 
 class preserve_model_state:
