@@ -175,7 +175,7 @@ def orbit_residuals(
         wide = torch.promote_types(wide, gradients.get(p, like).dtype)
     probe = torch.eye(h, dtype=wide, device=like.device)
     if h > PROBES:
-        real = torch.empty(0, dtype=torch.float64, device=like.device)
+        real = torch.empty(0, dtype=torch.float64, device="cpu")
         probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
     one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
     for run in stack.runs:
@@ -249,7 +249,7 @@ def output_gradients(run: Run, parameters: Sequence[Tensor], generator: torch.Ge
 
 def largest(numbers: Iterable[float]) -> float:
     """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
-    return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
+    return float(torch.tensor([0.0, *numbers], dtype=torch.float64, device="cpu").max())
 
 
 def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
@@ -344,9 +344,11 @@ class Certification:
         self.open = {p for s in self._stacks for p in s.pairs}
         self.last: Certificate | None = None
 
-    def see(self, gradients: Mapping[Tensor, Tensor], **options: Any) -> Certificate:
+    def see(
+        self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None, **options: Any
+    ) -> Certificate:
         """Check the pairs that are not certified yet with new gradients; options are those of :func:`certify`."""
         self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
-        self.last = certify(self._stacks, gradients, **options)
+        self.last = certify(self._stacks, gradients, weights=weights, **options)
         self.open &= set(self.last.unreached)
         return self.last
