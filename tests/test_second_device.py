@@ -124,7 +124,7 @@ def verified(device):
     assert whole.ok
     assert max(found.changes.values()) < 1e-9
     points = [p.manifold().unpack_tensor(p.gather().detach()) for p in find_symmetric_pairs(model)]
-    return [canonical_gauge(G, H).sigma for G, H in points]
+    return torch.stack([canonical_gauge(G, H).sigma for G, H in points])
 
 
 def at_the_weights(device):
