@@ -108,7 +108,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None) -
     >>> import torch
     >>> from quotient_manifolds import GLQuotientInv, frechet_mean
     >>> manifold = GLQuotientInv(5, 4)
-    >>> points = manifold.random(3, 5 + 4, 2, dtype=torch.float64)
+    >>> points = manifold.random(3, 5 + 4, 1, dtype=torch.float64)
     >>> found = frechet_mean(manifold, points)
     >>> bool(found.certificate < 1e-8)
     True

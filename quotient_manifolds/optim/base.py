@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -19,8 +20,8 @@ from ..symmetries.modules import is_sharded
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, trace, wide
-from .pairs import alone, check_places, group_of, orientation, reasons
-from .sharded import Shards, cut, explain, full
+from .pairs import alone, check_places, explain, group_of, orientation, reasons
+from .sharded import Shards, cut, full
 from .stack import Stack, restored
 
 Gradients = Mapping[Tensor, Tensor]
@@ -121,8 +122,8 @@ class QuotientOptimizer(Optimizer):
             chosen.setdefault((group, flipped, pair.scale, pair.part), []).append(pair)
         for (group, flipped, *_), members in chosen.items():
             self._stacks += [Stack(found.pairs, flipped, group) for found in stacks(members)]
-        self._cover()
         check_places(self._places, home)
+        self._cover()
         owners = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
         models = dict.fromkeys([*self._places, *owners])
         self._places = {m: {name: p for name, p in m.named_parameters() if p in home} for m in models}
@@ -231,7 +232,7 @@ class QuotientOptimizer(Optimizer):
 
     def _certify(self, gradients: Gradients, weights: Gradients) -> None:
         """Raise for a pair that is no symmetry; warn if none has passed, or only adapters, which are ones, fail."""
-        found = self._certification.see(gradients, weights=weights)
+        found = self._certification.see(gradients, weights)
         try:
             found.check()
         except NotASymmetryError as error:
@@ -292,7 +293,8 @@ class QuotientOptimizer(Optimizer):
         named = dict[str, list[SymmetricPair]]()
         for p in (p for s in self._stacks for p in s.given):
             named.setdefault(p.name, []).append(p)
-        if missing := sorted(set(saved["pairs"]) - named.keys()):
+        names = Counter(name for entry in saved["stacks"] for name in entry["names"])
+        if missing := sorted(names - Counter({name: len(pairs) for name, pairs in named.items()})):
             raise ValueError(f"the state belongs to other pairs: {', '.join(missing[:3])}")
         # Others have reached full rank since the saved optimiser was created.
         found = [restored(e, [named[name].pop(0) for name in e["names"]], self._new_state) for e in saved["stacks"]]
@@ -319,7 +321,9 @@ def _clip(bound: float, running: Sequence[Stack], outside: Gradients) -> dict[Te
 
 def _step_others(optimizer: QuotientOptimizer, partly: Gradients, gradients: Gradients) -> None:
     """Let optimisers of torch update the parameters outside pairs, and the other entries of those in pairs."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    kept = {p: p.grad for p in gradients}
+    for p, g in gradients.items():
+        p.grad = g.to(p.dtype)
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p in gradients]
         lr = group["rest"] * float(group["lr"])
@@ -330,14 +334,11 @@ def _step_others(optimizer: QuotientOptimizer, partly: Gradients, gradients: Gra
         for p in params:
             if p in partly and p.dim() > 1:  # vectors do not decay
                 p.mul_(torch.where(partly[p], 1, 1 - decay))
-        groups.setdefault(group["others"], []).append({**group, "params": params, "lr": lr, "weight_decay": 0.0})
-    kept = {p: p.grad for p in gradients}
-    for p, g in gradients.items():
-        p.grad = g.to(p.dtype)
-    for name, some in groups.items():
-        others = getattr(torch.optim, name)(some)
-        others.state = optimizer.state
-        others.step()
+        if params:
+            own = {**group, "params": params, "lr": lr, "weight_decay": 0.0}
+            others = getattr(torch.optim, group["others"])([own])
+            others.state = optimizer.state
+            others.step()
     for p, grad in kept.items():
         p.grad = grad
 

@@ -1,8 +1,9 @@
-"""Which of an optimiser's parameters form pairs, and whether they still lie in their model."""
+"""Which of an optimiser's parameters form pairs, whether they still lie in their model, and can take a step."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
 from .sharded import full
+from .stack import Stack
 
 #: What has become of parameters that are not where they were.
 _GONE = (
@@ -114,3 +116,19 @@ def orientation(pair: SymmetricPair) -> bool | None:
         "where the quotient has no metric; initialise one of them with a full-rank matrix, lower the rank, or leave "
         "the pair out"
     )
+
+
+def explain(running: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoReturn:
+    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
+    if not all(bool(full(bad := g).isfinite().all()) for g in gradients.values()):
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
+            "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
+        )
+    for s in running:
+        if bool((unsound := ~s.sound()).any()):
+            raise ValueError(
+                f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank "
+                "since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+            )
+    raise ValueError("the sum of a gradient's squares is beyond the range of its dtype; no weight was changed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,22 +35,6 @@ def cut(p: Any, whole: Tensor) -> Tensor:
 
     part = whole[place(p)].clone()
     return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-
-
-def explain(running: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoReturn:
-    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
-    if not all(bool(full(bad := g).isfinite().all()) for g in gradients.values()):
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
-            "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
-        )
-    for s in running:
-        if bool((unsound := ~s.sound()).any()):
-            raise ValueError(
-                f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank "
-                "since the optimiser was made; no weight was changed; make a new optimiser for these weights"
-            )
-    raise ValueError("the sum of a gradient's squares is beyond the range of its dtype; no weight was changed")
 
 
 class Shards:
@@ -113,10 +97,10 @@ class Shards:
             if s.owner is None:
                 yield parts.pop()
             elif s.owner == self.size - 1:  # the last process has a part of every stack
-                states = [part.state if part.owner == self.rank else new_state(part) for part in parts]
-                whole, parts = Stack([p for part in parts for p in part.given], s.flipped, s.group), []
-                whole.steps = s.steps
-                if s.steps:
+                states = [part.state or new_state(part) for part in parts]  # 0 in all processes but the owner
+                whole = Stack([p for part in parts for p in part.given], s.flipped, s.group)
+                whole.steps, parts = max(part.steps for part in parts), []
+                if whole.steps:
                     whole.state = {k: torch.cat([state[k] for state in states]).contiguous() for k in states[0]}
                 for value in whole.state.values():
                     dist.all_reduce(value, group=self.group)

@@ -344,9 +344,11 @@ class Certification:
         self.open = {p for s in self._stacks for p in s.pairs}
         self.last: Certificate | None = None
 
-    def see(self, gradients: Mapping[Tensor, Tensor], **options: Any) -> Certificate:
+    def see(
+        self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None, **options: Any
+    ) -> Certificate:
         """Check the pairs that are not certified yet with new gradients; options are those of :func:`certify`."""
         self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
-        self.last = certify(self._stacks, gradients, **options)
+        self.last = certify(self._stacks, gradients, weights=weights, **options)
         self.open &= set(self.last.unreached)
         return self.last
