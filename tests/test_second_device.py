@@ -186,8 +186,9 @@ def averaged(device):
     model, _ = made(lambda: adapted(networks.bert(layers=1), ["query", "value"]), networks.text)
     for name in ("other", "mean"):
         model.add_adapter(name, model.peft_config["default"])
-    for i, p in enumerate(adapter_pairs(model, ["other"], include_frozen=True)):
-        p.scatter_(numbers(i, *p.gather().shape))
+    others = adapter_pairs(model, ["other"], include_frozen=True)
+    for i, (p, q) in enumerate(zip(adapter_pairs(model, ["default"]), others, strict=True)):
+        q.scatter_(p.gather().detach() * (1 + numbers(i, p.n + p.m, 1) / 10))
     model.to(torch.get_default_dtype()).to(device)
     average_lora_(model, ["default", "other"], "mean", weights=[1, 2])
     points = [p.gather().detach() for p in adapter_pairs(model, ["mean"], include_frozen=True)]
