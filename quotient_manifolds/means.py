@@ -144,7 +144,7 @@ def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Te
             f"{manifold}: {len(points)} points need as many weights on their device, finite, none negative and not all "
             "zero"
         )
-    return in_double(weights) / weights.sum()
+    return in_double(weights) / in_double(weights).sum()
 
 
 def _from_mean_product(manifold: Any, points: Tensor, weights: Tensor) -> Tensor:
