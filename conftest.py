@@ -7,13 +7,16 @@ import pytest
 
 #: Tests that wait for processes forked from one that has imported everything: there is one such for all of them, and
 #: they begin first, so that others use the cores in the meantime.
-FORKING = ("test_second_device.py", "test_study_run.py", "test_sharded.py", "test_distributed.py", "test_plots.py")
+FORKING = (
+    "test_second_device.py", "test_study_run.py", "test_sharded.py", "test_optim_sharded.py", "test_distributed.py",
+)  # fmt: skip
 
 #: The longest of the other files, which begin next: one that began last would keep all but one core idle.
 LONG = (
-    "test_docs.py", "test_manifolds.py", "test_logarithm.py", "test_building.py", "test_examples.py",
-    "test_generalization.py", "test_nullity.py", "test_evaluation.py", "test_geodesics.py", "test_models.py",
-    "test_registry.py", "test_optim.py", "test_fuzz.py",
+    "test_docs.py", "test_evaluation.py", "test_building.py", "test_logarithm.py", "test_manifolds.py",
+    "test_generalization.py", "test_geodesics.py", "test_nullity.py", "test_optim.py", "test_measures.py",
+    "test_lora.py", "test_examination.py", "test_registry.py", "test_hessian.py", "test_fuzz.py",
+    "test_parameters.py", "test_testing.py", "test_verdicts.py", "test_examples.py",
 )  # fmt: skip
 ORDER = {name: i - len(FORKING + LONG) for i, name in enumerate(FORKING + LONG)}
 
@@ -39,10 +42,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: ORDER.get(item.path.name, 0))
 
 
+gc.disable()  # while everything is imported, of which nothing is garbage
+
+
 def pytest_collection_finish():
     """Exempt imported modules from garbage collection, which would otherwise traverse them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     atexit.register(gc.unfreeze)  # let libraries clean up, after pytest's own collections
 
 

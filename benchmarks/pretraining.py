@@ -63,14 +63,14 @@ METHODS = {
     "Muon": Method("muon", "muon", 1e-2, 1e-2),
     "Muon per head": Method("heads", "muon", 1e-2, 1e-2),
     "QuotientAdam, AdamW": Method("quotient adam", "adamw", 2e-3, 2e-3),
-    "QuotientMuon, AdamW": Method("quotient muon", "adamw", 2e-2, 1e-3, "attention", "AdamW"),
+    "QuotientMuon, AdamW": Method("quotient muon", "adamw", 1e-2, 2e-3, "attention", "AdamW"),
     "QuotientMuon, Muon": Method("quotient muon", "muon", 5e-2, 1e-2, "each", "Muon"),
 }
 WHY = {
     "QuotientMuon, Muon at the defaults": Method("quotient muon", "muon", 2e-2, 1e-3, "none"),
-    "QuotientMuon without planes, Muon": Method("quotient whole", "muon", 2e-2, 1e-2, "attention", "Muon"),
-    "QuotientMuon on vo, Muon": Method("quotient vo", "muon", 2e-2, 1e-2, "attention", "Muon"),
-    "QuotientMuon on qk, Muon": Method("quotient qk", "muon", 2e-2, 1e-2, "attention", "Muon"),
+    "QuotientMuon without planes, Muon": Method("quotient whole", "muon", 1e-2, 1e-2, "attention", "Muon"),
+    "QuotientMuon on vo, Muon": Method("quotient vo", "muon", 1e-2, 1e-2, "attention", "Muon"),
+    "QuotientMuon on qk, Muon": Method("quotient qk", "muon", 1e-2, 1e-2, "attention", "Muon"),
     "AdamW on attention, Muon": Method("adamw", "muon", 2e-3, 1e-2, "attention", "Muon"),
     "Muon, attention at its own rate": Method("muon", "muon", 1e-2, 1e-2, "attention", "Muon"),
 }
@@ -279,9 +279,9 @@ def tuning(rows: Rows, positions: str, steps: int, name: str, decay: float) -> I
 
 
 def best(rows: Rows, positions: str, steps: int, name: str, decay: float) -> Point:
-    """The rates of the least loss in the tuning; where there was none, those of rotary positions."""
+    """The rates of the least loss in the tuning; where there was none, those of rotary positions, or the start."""
     done = tuned(rows, positions, steps, name, decay) or tuned(rows, POSITIONS[0], steps, name, decay)
-    return min(done, key=done.__getitem__)
+    return min(done, key=done.__getitem__) if done else (ALL[name].start, ALL[name].other)
 
 
 def units(rows: Rows, options: argparse.Namespace) -> Iterator[Unit]:
@@ -297,28 +297,35 @@ def units(rows: Rows, options: argparse.Namespace) -> Iterator[Unit]:
 
 
 def report(rows: Rows, steps: int, decay: float) -> Iterator[str]:
-    """Tables of the losses at the best rates, with 95 % t-intervals over the seeds, and of differences."""
-    for where in POSITIONS:
-        final: dict[str, dict[int, float]] = {}
-        for r in rows:
-            if (r["positions"], r["steps"], r["decay"]) == (where, steps, decay) and r["seed"] in SEEDS:
-                final.setdefault(r["method"], {})[r["seed"]] = r["loss"]
-        yield f"| {where} positions | rates | loss | against AdamW | against Muon | optimiser, ms a step |"
-        yield "|---|---|---|---|---|---|"
-        for name in ALL:
-            if len(own := final.get(name, {})) < 2:
-                continue
-            lr, other = best(rows, where, steps, name, decay)
-            cells = [
-                f"{lr:g}" if lr == other else f"{lr:g}, rest {other:g}",
-                "{:.3f} ± {:.3f}".format(*interval([*own.values()])),
-            ]
-            for rival in ("AdamW", "Muon"):
-                differences = [own[s] - final[rival][s] for s in own if s in final[rival]]
-                cells.append("" if name == rival else "{:+.3f} ± {:.3f}".format(*interval(differences)))
-            ms = [r["optimizer_ms"] for r in rows if (r["positions"], r["method"]) == (where, name)]
-            yield f"| {name} | {' | '.join(cells)} | {statistics.median(ms):.1f} |"
-        yield ""
+    """Tables of the losses at the best rates and of differences, with 95 % t-intervals, and of the tuning."""
+    final: dict[tuple[str, str], dict[int, float]] = {}
+    for r in rows:
+        at = (r["lr"], r["other_lr"]) == best(rows, r["positions"], steps, r["method"], decay)
+        if at and (r["steps"], r["decay"]) == (steps, decay) and r["seed"] in SEEDS:
+            final.setdefault((r["positions"], r["method"]), {})[r["seed"]] = r["loss"]
+    yield "| positions | method | rate of attention | of the rest | seeds | loss | against AdamW | against Muon |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for where, name in ((where, name) for where in POSITIONS for name in ALL if len(final.get((where, name), ())) > 1):
+        own, (lr, other) = final[where, name], best(rows, where, steps, name, decay)
+        mark = "" if tuned(rows, where, steps, name, decay) else "*"
+        cells = [where, name, f"{lr:g}{mark}", f"{other:g}{mark}", str(len(own)), plus_minus([*own.values()])]
+        for rival in ("AdamW", "Muon"):
+            known = final.get((where, rival), {})
+            differences = [loss - known[seed] for seed, loss in own.items() if seed in known]
+            cells.append("" if name == rival else plus_minus(differences, "+"))
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield "| positions | method | loss in tuning, by the rates of attention and of the rest |"
+    yield "|---|---|---|"
+    for where, name in ((where, name) for where in POSITIONS for name in ALL):
+        if found := sorted(tuned(rows, where, steps, name, decay).items()):
+            yield f"| {where} | {name} | {'; '.join(f'{lr:g}, {other:g}: {loss:.3f}' for (lr, other), loss in found)} |"
+
+
+def plus_minus(values: list[float], sign: str = "") -> str:
+    """The mean and half its 95 % t-interval."""
+    mean, half = interval(values) if len(values) > 1 else (float("nan"), float("nan"))
+    return f"{mean:{sign}.3f} ± {half:.3f}"
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
+from .linalg import at_least_float32, column_rank_ratio, double_device, in_double, rank_tolerance
 from .manifold import MANIFOLDS
 from .means import ConvergenceError
 from .symmetries.discovery import find_symmetric_pairs
@@ -85,7 +85,7 @@ class ModelDistance:
         chosen = [p for p in self.pairs if p.kind == kind]
         modules = list(dict.fromkeys(p.module for p in chosen))
         heads = 1 + max((p.head or 0 for p in chosen), default=-1)
-        found = torch.full((len(modules), heads), torch.nan, dtype=torch.float64)
+        found = torch.full((len(modules), heads), torch.nan, dtype=torch.float64, device="cpu")
         for p in chosen:
             found[modules.index(p.module), p.head or 0] = p.distance
         return modules, found
@@ -140,8 +140,8 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mat
         x, y = (_scaled_points(side) for side in (stack.pairs, [partner[id(p)] for p in stack.pairs]))
         y = y.to(x.device)
         sound = _full_rank(x, stack.n) & _full_rank(y, stack.n)
-        d = x.new_full(sound.shape, torch.nan, dtype=torch.float64)
-        d[sound] = stack.manifold(metric).dist(in_double(x[sound]), in_double(y[sound]), on_error="nan")
+        d = in_double(torch.full_like(sound, torch.nan, dtype=torch.float32))
+        d[sound.to(d.device)] = stack.manifold(metric).dist(in_double(x[sound]), in_double(y[sound]), on_error="nan")
         # A diagonal group: every column is a separate pair.
         for p, distance in zip(stack.pairs, d.reshape(len(stack), -1).norm(dim=1).tolist(), strict=True):
             found[id(p)] = PairDistance(p.name, p.module, p.kind, p.head, partner[id(p)].head, distance)
@@ -193,7 +193,7 @@ def _matched(first: list[SymmetricPair], second: list[SymmetricPair]) -> list[Sy
     for heads in ([*found.values()] for found in by_head.values()):
         if len({tuple((first[i].kind, first[i].part, first[i].n, first[i].m) for i in head) for head in heads}) > 1:
             continue
-        cost = torch.zeros(len(heads), len(heads), dtype=torch.float64)
+        cost = torch.zeros(len(heads), len(heads), dtype=torch.float64, device="cpu")
         for alike in zip(*heads, strict=True):
             X, Y = (in_double(_scaled_points([side[i] for i in alike])) for side in (first, second))
             a, b, inner = (_products(*both, first[alike[0]].n) for both in ((X, X), (Y, Y), (X, Y)))
@@ -278,10 +278,10 @@ def average_lora_(
     for one, other in ((a, b) for name in names for a, b in ((name, into), (into, name))):
         if lacking := found[one].keys() - found[other].keys():
             raise ValueError(f"adapter {one!r} has the layer {min(lacking)[0]}, which {other!r} lacks")
-    given = torch.as_tensor([1.0] * len(names) if weights is None else weights, dtype=torch.float64)
+    given = torch.as_tensor([1.0] * len(names) if weights is None else weights, dtype=torch.float64, device="cpu")
     means = []
     for stack in stacks(found[into].values()):
-        device = stack.pairs[0].G[0].tensor.device
+        device = double_device(stack.pairs[0].G[0].tensor.device)
         of_names = [[found[name][p.module, p.head] for p in stack.pairs] for name in names]
         points = torch.stack([_checked_points(pairs, stack.pairs).to(device) for pairs in of_names])
         means.append((stack, _mean(stack, points, given.to(device), metric)))
@@ -357,7 +357,7 @@ def _means_of_others(
         values = [(own[name][place], share) for name, share in shares]
         mean = values[0][0]
         if target.is_floating_point() or target.is_complex():
-            scaled = (in_double(v).to(target.device) * (w * scales.get(v, 1.0)) for v, w in values)
+            scaled = (in_double(v.to(target.device)) * (w * scales.get(v, 1.0)) for v, w in values)
             mean = torch.stack([*scaled]).sum(0) / scales.get(target, 1.0)
         elif any(not torch.equal(v, mean) for v, _ in values):
             raise ValueError(f"{place} has no mean: its numbers are of {target.dtype}, and differ between the adapters")

@@ -79,11 +79,12 @@ class Gauge:
             raise ValueError(f"the singular values of G Hᴴ over- or underflow in {sigma.dtype}; rescale the pair")
         return Gauge(self.x * unit, self.n, sigma, self.A, self.A_inv)
 
-    def to(self, dtype: torch.dtype) -> Gauge:
-        """Round to another precision; real stays real and complex stays complex."""
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Gauge:
+        """Round to another precision, and move; real stays real and complex stays complex."""
         real = dtype.to_real()
         cast = real.to_complex() if self.x.is_complex() else real
-        return Gauge(self.x.to(cast), self.n, self.sigma.to(real), self.A.to(cast), self.A_inv.to(cast))
+        x, A, A_inv = (t.to(cast).to(device or t.device) for t in (self.x, self.A, self.A_inv))
+        return Gauge(x, self.n, self.sigma.to(real).to(x.device), A, A_inv)
 
 
 @own_precision

@@ -114,9 +114,25 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@functools.cache
+def has_double(device: str) -> bool:
+    """Return whether a type of device computes in double precision, which it is asked for once."""
+    try:
+        return torch.zeros(1, dtype=torch.float64, device=device).dtype == torch.float64
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return False
+
+
+def double_device(device: torch.device) -> torch.device:
+    """Return where numbers of a device are computed in double precision: there, or on the CPU."""
+    return device if has_double(device.type) else torch.device("cpu")
+
+
 def in_double(X: Tensor) -> Tensor:
-    """Widen to double precision; real stays real and complex stays complex."""
-    return X.to(torch.complex128 if X.is_complex() else torch.float64)
+    """Widen to double precision, on the CPU if the device has none; real stays real and complex stays complex."""
+    return X.to(double_device(X.device)).to(torch.complex128 if X.is_complex() else torch.float64)
 
 
 def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class GLQuotient(QuotientManifold):
 
         with torch.no_grad():
             unit, a, b = self._in_units(x, y, on_error)
-            return (logarithm.logmap(self.metric, self.n, a, b, on_error) * unit).to(x.dtype)
+            return (logarithm.logmap(self.metric, self.n, a, b, on_error) * unit).to(x)
 
     @_scaled(ScalingInfo(1))
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False, on_error: str = "raise") -> Tensor:
@@ -139,13 +139,13 @@ class GLQuotient(QuotientManifold):
 
         unit, a, b = self._in_units(x, y, on_error)
         result = logarithm.distance(self.metric, self.n, a, b, on_error)[..., None, None]
-        result = (result if self.metric.scale_exponent > 0 else result * unit * unit).to(x.real.dtype)
+        result = (result if self.metric.scale_exponent > 0 else result * unit * unit).to(x.real)
         return result if keepdim else result[..., 0, 0]
 
     def mean(self, points: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the Fréchet mean over the first dimension of (k, …, n + m, h); see :func:`frechet_mean`."""
-        unit, _, wide = self._in_units(points[:1], points)
-        return (means.frechet_mean(self, wide, weights).point * unit[0]).to(points.dtype)
+        weights, (unit, _, wide) = means.checked_weights(self, points, weights), self._in_units(points[:1], points)
+        return (means.frechet_mean(self, wide, weights).point * unit[0]).to(points)
 
     def _in_units(self, x: Tensor, y: Tensor, on_error: str = "raise") -> tuple[Tensor, Tensor, Tensor]:
         """Return the unit of x, (…, 1, 1), and both points in double precision and in units of it.

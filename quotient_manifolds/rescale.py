@@ -143,7 +143,7 @@ class RescaleQuotient(QuotientManifold):
         """
         weights, wide = checked_weights(self, points, weights), in_double(points)
         u = torch.einsum("k,k...->...", weights, self.logmap(wide[0].expand_as(wide), wide))
-        return self.expmap(wide[0], u).to(points.dtype)
+        return self.expmap(wide[0], u).to(points)
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         r"""Return the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
@@ -163,7 +163,7 @@ class RescaleQuotient(QuotientManifold):
             )
         ratio = (in_double(y) / in_double(x)).prod(-2, keepdim=True)  # that of four numbers may overflow in float32
         B = ratio.log() / 2 if self.metric == "inv" else (ratio - 1) / 2
-        return (x * B).to(x.dtype)
+        return (in_double(x) * B).to(x)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises like :meth:`logmap`."""

@@ -150,12 +150,12 @@ def _along(
 
     @torch.no_grad()
     def moved(t: float) -> dict[Tensor, Tensor]:
-        weights = {p: (in_double(base.get(p, p)) + t * in_double(v)).to(v.dtype) for p, v in vector.items()}
+        weights = {p: (in_double(base.get(p, p)) + t * in_double(v)).to(v) for p, v in vector.items()}
         for point in points:
             weights[point.parameter].copy_(point.retract(t * in_double(vector[point.parameter])))
         for block in blocks:
             u = block.stack.gather(vector)
-            block.stack.scatter_(block.retract(t * u.to(block.tangent.x.dtype)), weights)
+            block.stack.scatter_(block.retract(t * u.to(block.tangent.x)), weights)
         return weights
 
     return base, moved

@@ -280,12 +280,12 @@ class PairBlock:
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
         with torch.no_grad():
-            x = in_double(stack.gather())
-            gauge = canonical_gauge(*x.split([stack.n, stack.m], dim=-2))
+            x = stack.gather()
+            gauge = canonical_gauge(*in_double(x).split([stack.n, stack.m], dim=-2))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
-            rounded = gauge.to(dtype)
+            rounded = gauge if at_model else gauge.to(dtype, x.device)
             self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
-            self.tangent: Any = self.horizontal_space(*((gauge, x) if at_model else (rounded, None)))
+            self.tangent: Any = self.horizontal_space(rounded, in_double(x) if at_model else None)
         self.dim = x.numel() * (2 if x.is_complex() else 1)
         #: Whether the retraction is a quadratic function of the vector, as the Hessian needs.
         self.quadratic = type(self).retract is PairBlock.retract and measure.geodesic != "exact"
@@ -371,7 +371,7 @@ class PairBlock:
         """Go to the model's own representative. The gauge may be an older one: any that is well conditioned will do."""
         x, gauge = self.stack.gather(), self.tangent.gauge
         if factorise or not bool(self.tangent.present.all()):
-            gauge = canonical_gauge(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype)
+            gauge = canonical_gauge(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype, x.device)
         self.tangent = GLTangentSpace(self.tangent.metric, gauge, x, tolerance=self._tolerance, moved=True)
 
     def num_exited_pairs(self, c: Tensor) -> int:

@@ -106,14 +106,14 @@ class BatchLoss:
 
     def losses(self) -> Iterator[Tensor]:
         """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         for k, (weight, piece) in enumerate(self.pieces):
             loss, wrong, counted = self.objective(self.space.model, piece)
             value = float(loss.detach())
             if k == 0:
                 self._first = value
             if weight:
-                self._sums += torch.tensor([weight * value, wrong, counted], dtype=torch.float64)
+                self._sums += torch.tensor([weight * value, wrong, counted], dtype=torch.float64, device="cpu")
             yield loss * weight if weight != 1 else loss
 
     def _total(self, xi: Tensor | None) -> float:

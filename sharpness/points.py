@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -49,15 +50,17 @@ class PointBlock:
 
     def __init__(self, name: str, parameter: geoopt.ManifoldParameter, dtype: torch.dtype) -> None:
         self.name, self.parameter, self.parameters, self.dtype = name, parameter, [parameter], dtype
-        self.manifold = parameter.manifold
-        size = parameter[(0,) * (parameter.dim() - self.manifold.ndim)].numel() * (2 if parameter.is_complex() else 1)
+        one = parameter[(0,) * (parameter.dim() - parameter.manifold.ndim)]
+        size = one.numel() * (2 if one.is_complex() else 1)
         self.dim = real_view(parameter.detach()).numel()
         self._shape = self.dim // size, size
         self.refresh()
 
     def refresh(self) -> None:
         """Go to the parameter's present value."""
-        self.x = in_double(self.parameter.data)
+        self.x, self.manifold = in_double(self.parameter.data), self.parameter.manifold
+        if self.x.device != self.parameter.device:  # the manifold's own numbers may be there
+            self.manifold = copy.deepcopy(self.manifold).cpu()
         self.__dict__.pop("_frame", None)
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
@@ -72,7 +75,7 @@ class PointBlock:
         return torch.view_as_complex(t.contiguous()) if self.x.is_complex() else t
 
     def _of_flat(self, c: Tensor) -> Tensor:
-        return c.to(torch.float64).view(self._shape)
+        return in_double(c).view(self._shape)
 
     def _proju(self, points: Tensor) -> Tensor:
         """Project vectors (k, points, size)."""
@@ -124,7 +127,7 @@ class PointBlock:
         """Project on the coordinates of tangent vectors."""
         projector, points = self._frame[1], self._of_flat(c)
         found = self._proju(points.unsqueeze(0)) if projector is None else projector @ points.unsqueeze(-1)
-        return found.flatten().to(c.dtype)
+        return found.flatten().to(c)
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian tangent vector, the same on all devices."""

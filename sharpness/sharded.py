@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import finite
+from quotient_manifolds.linalg import finite, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.pairs import in_copy
@@ -169,7 +169,7 @@ class ShardedState(State):
         if p not in self._shards.of or (p not in self and p.dim() < 2):
             return super().of(p)
         rows = self[p] if p in self else self._shards.local(p)
-        return self._shards.whole(p, rows).to(torch.promote_types(p.dtype, torch.float64))
+        return in_double(self._shards.whole(p, rows))
 
     def __setitem__(self, p: Tensor, value: Tensor) -> None:
         super().__setitem__(p, value[self._shards.rows(p)].clone() if p in self._shards.of else value)
@@ -213,7 +213,7 @@ class ShardedSpace(WeightSpace):
             self.form = form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
         found, constant, lengths = divide(
             self.model, self.measure, pairs, self.parameters, form=form, only_some=only_some,
-            read=lambda p: state.of(p).to(p.dtype),
+            read=lambda p: state.of(p).to(p.device, p.dtype),
         )  # fmt: skip
         self._all_pairs = tuple(p for s in found for p in s.pairs)
         shards.place(found, {} if form is None else form.values)

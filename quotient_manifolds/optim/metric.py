@@ -21,6 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..linalg import has_double, in_double
+
 __all__ = ["Metric", "inverse_root", "trace", "wide"]
 
 #: A pair moves to another gauge if its H is larger or smaller than 1 by this factor: inverses would leave the range
@@ -29,8 +31,8 @@ _SIZE = 1e12
 
 
 def wide(X: Tensor) -> Tensor:
-    """Widen to double precision, in which small matrices are computed, where the device supports it."""
-    return X if X.device.type == "mps" else X.to(torch.promote_types(X.dtype, torch.float64))
+    """Widen to double precision, in which small matrices are computed, unless that means to leave the device."""
+    return in_double(X) if has_double(X.device.type) else X
 
 
 def on_cpu(X: Tensor) -> bool:

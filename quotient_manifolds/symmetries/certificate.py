@@ -175,7 +175,7 @@ def orbit_residuals(
         wide = torch.promote_types(wide, gradients.get(p, like).dtype)
     probe = torch.eye(h, dtype=wide, device=like.device)
     if h > PROBES:
-        real = torch.empty(0, dtype=torch.float64, device=like.device)
+        real = torch.empty(0, dtype=torch.float64, device="cpu")
         probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
     one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
     for run in stack.runs:
@@ -249,7 +249,7 @@ def output_gradients(run: Run, parameters: Sequence[Tensor], generator: torch.Ge
 
 def largest(numbers: Iterable[float]) -> float:
     """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
-    return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
+    return float(torch.tensor([0.0, *numbers], dtype=torch.float64, device="cpu").max())
 
 
 def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:

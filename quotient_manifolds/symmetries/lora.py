@@ -293,9 +293,9 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
     for pair in adapter_pairs(model, adapter_names, include_frozen=True):
         if pair.group is None or pair.thin or any(b.tensor.is_meta for b in pair.G + pair.H):
             continue
-        x = in_double(pair.gather().detach().cpu())  # some devices have no double precision
+        x = in_double(pair.gather().detach())
         gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
         if bool(gauge.present().all()):
-            pair.scatter_(gauge.x.to(pair.G[0].tensor.device))
+            pair.scatter_(gauge.x)
             done.append(pair.name)
     return done

@@ -17,6 +17,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ..linalg import has_double
+
 F = TypeVar("F", bound=Callable[..., Any])
 #: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -79,20 +81,27 @@ def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-#: Who has switched off torch's fast path of encoder layers, which all threads share, and whether it was on before.
-_FAST_PATH_USERS, _lock = dict[int, bool](), threading.RLock()
+class _FastPath:
+    """Torch's fast path of encoder layers, off during any measurement, because the setting is shared by all threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.RLock(), set[int](), True
+
+    def switch(self, user: int, *, off: bool) -> None:
+        """Switch it off, or restore it when the last user has finished; a second call is harmless."""
+        with self._lock:
+            if off:
+                if not self._users:
+                    self._before = torch.backends.mha.get_fastpath_enabled()
+                self._users.add(user)
+                torch.backends.mha.set_fastpath_enabled(False)
+            else:
+                if self._users == {user}:
+                    torch.backends.mha.set_fastpath_enabled(self._before)
+                self._users.discard(user)
 
 
-def _switch_fast_path(user: int, *, off: bool) -> None:
-    """Switch the fast path off, or restore it when the last user has finished; a second call is harmless."""
-    with _lock:
-        if off:
-            before = torch.backends.mha.get_fastpath_enabled() or any(_FAST_PATH_USERS.values())
-            _FAST_PATH_USERS.setdefault(user, before)
-            torch.backends.mha.set_fastpath_enabled(False)
-        elif user in _FAST_PATH_USERS:
-            torch.backends.mha.set_fastpath_enabled(_FAST_PATH_USERS[user] and len(_FAST_PATH_USERS) == 1)
-            del _FAST_PATH_USERS[user]
+_fast_path = _FastPath()
 
 
 class preserve_model_state:
@@ -128,7 +137,7 @@ class preserve_model_state:
 
     def __enter__(self) -> None:
         try:
-            _switch_fast_path(id(self), off=True)  # it reads weights without autograd, or without adapters
+            _fast_path.switch(id(self), off=True)  # it reads weights without autograd, or without adapters
             torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
             for module, name, _ in self.attributes:
                 setattr(module, name, False)
@@ -160,7 +169,7 @@ class preserve_model_state:
                 buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave switched on
         for setter, before in self.settings:
             setter(before)
-        _switch_fast_path(id(self), off=False)
+        _fast_path.switch(id(self), off=False)
 
 
 def caching(model: nn.Module) -> list[nn.Module]:
@@ -218,7 +227,10 @@ def running_copy(
 
     All passes draw the same random numbers. What changes their batch may be given to them.
     """
-    twin = copied(model).double() if dtype == torch.float64 else copied(model).float()
+    twin = copied(model)
+    if dtype == torch.float64 and not all(has_double(p.device.type) for p in model.parameters()):
+        twin, batch = twin.cpu(), to_device(batch, torch.device("cpu"))
+    twin = twin.double() if dtype == torch.float64 else twin.float()
     for p in twin.parameters():
         if p.is_complex():  # points, which no such method of a module reaches
             p.data = p.data.to(dtype.to_complex())

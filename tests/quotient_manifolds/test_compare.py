@@ -135,7 +135,12 @@ class TestAdapters:
 def test_half_precision_is_compared_in_float32(dtype):
     """torch has no singular values in half precision."""
     torch.manual_seed(0)
-    one, two = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to(dtype) for _ in range(2))
+    one = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    two = copy.deepcopy(one)
+    with torch.no_grad():
+        for p in two.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    one, two = one.to(dtype), two.to(dtype)
     found = model_distance(one, two)
     expected = model_distance(copy.deepcopy(one).float(), copy.deepcopy(two).float())
     assert found.total == pytest.approx(expected.total, rel=1e-4)

@@ -424,7 +424,7 @@ def test_one_clean_up_alone_would_not_do(monkeypatch):
         torch.backends.mha.set_fastpath_enabled(True)
         torch.set_autocast_cache_enabled(True)
         moment += 7
-    module._FAST_PATH_USERS.clear()
+    module._fast_path._users.clear()
     torch.backends.mha.set_fastpath_enabled(True)
     assert harmed
 

@@ -154,7 +154,7 @@ def _sweep_here(place, out):
 
 def longer(place):
     config = json.loads(Path("sweep.json").read_text())
-    config["rho"] = {"adaptive": [0.1 * k for k in range(1, 9)], "euclidean": [0.01 * k for k in range(1, 9)]}
+    config["rho"] = {"adaptive": [0.1 * k for k in range(1, 5)], "euclidean": [0.01 * k for k in range(1, 5)]}
     Path("sweep.json").write_text(json.dumps(config))
     began = time.monotonic()
     run_sweep(read_config("sweep.json"), "whole", progress=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...linalg import at_least_float32, standard_normal
+from ...linalg import at_least_float32, in_double, standard_normal
 from ..blocks import masks
 from ..certificate import Certificate, certify, change, largest, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
@@ -139,7 +139,7 @@ def canonical_form(
         s.fold(state)
     fixed = {b.key: b for s in symmetries for b in s.constant}
     kept = PairList(_without(p, fixed) for p in pairs)
-    values = {p: value.to(at_least_float32(p.dtype)) for p, value in state.items()}
+    values = {p: value.to(at_least_float32(p.dtype)).to(p.device) for p, value in state.items()}
     return CanonicalForm(values, masks(fixed.values()), kept, symmetries, refused, wiring)
 
 
@@ -239,7 +239,7 @@ def apply_random_moves_(
     True
     """
     form = canonical_form(model, classes=classes)
-    state = State({p: value.to(torch.promote_types(value.dtype, torch.float64)) for p, value in form.values.items()})
+    state = State({p: in_double(value) for p, value in form.values.items()})
     generator, kinds = torch.Generator().manual_seed(seed), [kinds] if isinstance(kinds, str) else kinds
     moving = [s for s in reversed(form.symmetries) if kinds is None or s.kind in kinds]
     for s in moving:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ...linalg import in_double
 from ..blocks import GL, Block
 from ..modules import ByClass, plain_class
 from ..pairs import SymmetricPair, merged, usable
@@ -31,7 +32,7 @@ class State(dict[Tensor, Tensor]):
 
     def of(self, p: Tensor) -> Tensor:
         """Return the value of a parameter."""
-        return self[p] if p in self else p.detach().to(torch.promote_types(p.dtype, torch.float64))
+        return self[p] if p in self else in_double(p.detach())
 
     def read(self, block: Block) -> Tensor:
         """Return the numbers of a block, (rows, columns)."""
