@@ -6,7 +6,9 @@ OLDEST := .venv-oldest
 # Test processes import thousands of modules each, so bytecode is kept even where the environment says not to.
 export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process. Each imports for eleven seconds; a test that waits for processes of its own keeps a core busy.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder
+# Tests of what readers see, which make docs runs.
+PAGES := tests/test_docs.py tests/test_examples.py tests/test_pages.py
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
@@ -17,7 +19,7 @@ demo: $(VENV)/.demo  ## train a vision transformer on digits, measure its sharpn
 	OMP_NUM_THREADS=1 $(BIN)/sharpness demo $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests of the packages; ARGS="-k name" chooses
-	$(PYTEST) tests quotient_manifolds sharpness --ignore tests/benchmarks $(ARGS)
+	$(PYTEST) tests quotient_manifolds sharpness --ignore tests/benchmarks $(PAGES:%=--ignore %) $(ARGS)
 
 studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and benchmarks/
 	$(PYTEST) reproduction tests/benchmarks $(ARGS)
@@ -33,7 +35,7 @@ exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 
 	EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev  ## check style, docstrings, and which file may import which
 	$(BIN)/ruff check .
@@ -43,8 +45,9 @@ lint: $(VENV)/.dev  ## check style, docstrings, and which file may import which
 types: $(VENV)/.dev  ## check the types
 	$(BIN)/mypy
 
-docs: $(VENV)/.dev  ## build the documentation into docs/_build; a warning is an error
+docs: $(VENV)/.dev  ## build the documentation into docs/_build, where a warning is an error; run the code of its pages and the examples
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
+	$(PYTEST) $(PAGES)
 
 figures: $(VENV)/.dev  ## draw the figures of the documentation again from the recorded results
 	$(BIN)/python benchmarks/figures.py

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quotient_manifolds import GLQuotientInv, frechet_mean
 from quotient_manifolds.symmetries import ModelDistance, PairDistance, model_distance
-from sharpness.plots import plot_distances
+from reproduction.plots import plot_distances
 
 SHAPES = {(5, 4, 2): 64, (10, 10, 3): 32, (50, 40, 4): 16, (100, 100, 8): 8}
 

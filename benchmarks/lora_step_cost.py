@@ -2,13 +2,19 @@
 
 Steps alternate in one process; times are those of the processor, which other processes do not lengthen (on a GPU those
 of the clock), medians over repeats. Gradients are given; the certificate of the first step is left out. State is
-counted in numbers a weight.
+counted in numbers a weight. With ``--memory``, the largest resident set of a process that takes three steps by itself,
+above that with weights and gradients (on a GPU the largest allocation), in bytes of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -41,6 +47,45 @@ def numbers(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() for t in of_params + of_buckets if isinstance(t, torch.Tensor))
 
 
+def optimizers(params: list[nn.Parameter], pairs: list[SymmetricPair]) -> dict[str, Any]:
+    """What makes them, by name."""
+    return {
+        "AdamW, fused": lambda: torch.optim.AdamW(params, 1e-5, fused=True),
+        "AdamW, foreach": lambda: torch.optim.AdamW(params, 1e-5, foreach=True),
+        "AdamW, torch's default": lambda: torch.optim.AdamW(params, 1e-5),
+        "QuotientMuon": lambda: QuotientMuon(params, pairs, 1e-5),
+        "QuotientAdam": lambda: QuotientAdam(params, pairs, 1e-5),
+        "QuotientSGD": lambda: QuotientSGD(params, pairs, 1e-5, 0.9),
+    }
+
+
+def resident(device: str) -> int:
+    """Return how many bytes are in use, or have been at most on a GPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def alone(params: list[nn.Parameter], make: Any, device: str) -> None:
+    """Print the peak of three steps above what is in use before."""
+    before = resident(device)
+    optimizer = make()
+    optimizer.certify = False
+    for _ in range(3):
+        optimizer.step()
+    most = resident(device) if device.startswith("cuda") else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps((most - before) / sum(p.numel() * p.element_size() for p in params)))
+
+
+def peak(name: str) -> float:
+    """Return what :func:`alone` prints in a process of its own, in which large blocks go back to the system at once."""
+    settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+    command = [sys.executable, *sys.argv, "--one", name]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, env=settings).stdout.splitlines()[-1]
+    return round(float(json.loads(found)), 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--adapters", type=int, default=200)
@@ -49,6 +94,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--name", default="lora_step_cost")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -61,14 +108,10 @@ def main() -> None:
             torch.cuda.synchronize()
         return time.perf_counter() if on_gpu else time.process_time()
 
-    made: dict[str, torch.optim.Optimizer] = {
-        "AdamW, fused": torch.optim.AdamW(params, 1e-5, fused=True),
-        "AdamW, foreach": torch.optim.AdamW(params, 1e-5, foreach=True),
-        "AdamW, torch's default": torch.optim.AdamW(params, 1e-5),
-        "QuotientMuon": QuotientMuon(params, pairs, 1e-5),
-        "QuotientAdam": QuotientAdam(params, pairs, 1e-5),
-        "QuotientSGD": QuotientSGD(params, pairs, 1e-5, 0.9),
-    }
+    if options.one:
+        alone(params, optimizers(params, pairs)[options.one], options.device)
+        return
+    made: dict[str, torch.optim.Optimizer] = {name: make() for name, make in optimizers(params, pairs).items()}
     spent: dict[str, list[float]] = {name: [] for name in made}
     for repeat in range(options.repeats + 1):
         for name, optimizer in made.items():
@@ -87,6 +130,7 @@ def main() -> None:
             **{f"over_{key}": round(medians[name] / medians[f"AdamW, {label}"], 2)
                for key, label in (("fused", "fused"), ("foreach", "foreach"), ("default", "torch's default"))},
             "state_over_weights": round(numbers(optimizer) / weights, 2),
+            **({"peak_over_weights": peak(name)} if options.memory else {}),
         }
         for name, optimizer in made.items()
     ]  # fmt: skip

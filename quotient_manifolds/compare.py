@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
-from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
+from .linalg import at_least_float32, column_rank_ratio, double_device, in_double, rank_tolerance
 from .manifold import MANIFOLDS
 from .means import ConvergenceError
 from .symmetries.discovery import find_symmetric_pairs
 from .symmetries.lora import adapter_pairs, adapter_tensors, lora_layers
-from .symmetries.pairs import SymmetricPair, check_pairs
+from .symmetries.pairs import SymmetricPair
 from .symmetries.stacks import PairStack, stacks
 
 
@@ -85,21 +85,14 @@ class ModelDistance:
         chosen = [p for p in self.pairs if p.kind == kind]
         modules = list(dict.fromkeys(p.module for p in chosen))
         heads = 1 + max((p.head or 0 for p in chosen), default=-1)
-        found = torch.full((len(modules), heads), torch.nan, dtype=torch.float64)
+        found = torch.full((len(modules), heads), torch.nan, dtype=torch.float64, device="cpu")
         for p in chosen:
             found[modules.index(p.module), p.head or 0] = p.distance
         return modules, found
 
 
 @torch.no_grad()
-def model_distance(
-    one: nn.Module,
-    other: nn.Module,
-    *,
-    metric: str = "inv",
-    match: str = "none",
-    pairs: tuple[Iterable[SymmetricPair], Iterable[SymmetricPair]] | None = None,
-) -> ModelDistance:
+def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", match: str = "none") -> ModelDistance:
     r"""Compute the distance of two models of one architecture, pair by pair, modulo the GL(h) of every pair.
 
     Whether weights are frozen does not matter. Layers with LoRA are compared by their active adapters, (s B, Aᵀ) with
@@ -114,13 +107,11 @@ def model_distance(
         Which heads are compared: those of the same number or, for models trained independently, those of the assignment
         within every module that minimises the sum of :math:`\|X_i - Y_j\|^2 / (\|X_i\| \|Y_j\|)`, where X and Y are the
         products G Hᴴ of the heads; pairs of one head stay together, and so do queries that share their keys.
-    pairs : tuple of two iterables of SymmetricPair, optional
-        The pairs of both models; by default those that ``find_symmetric_pairs(…, include_frozen=True)`` finds.
 
     Returns
     -------
     ModelDistance
-        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map (``sharpness.plots.plot_distances``).
+        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map.
 
     Raises
     ------
@@ -141,7 +132,7 @@ def model_distance(
     """
     if metric not in ("inv", "mix") or match not in ("none", "heads"):
         raise ValueError(f'metric must be "inv" or "mix", match "none" or "heads", got {metric!r} and {match!r}')
-    first, second, skipped = _comparable(pairs or [find_symmetric_pairs(m, include_frozen=True) for m in (one, other)])
+    first, second, skipped = _comparable(one, other)
     if match == "heads":
         second = _matched(first, second)
     partner, found = dict(zip(map(id, first), second, strict=True)), dict[int, PairDistance]()
@@ -149,8 +140,8 @@ def model_distance(
         x, y = (_scaled_points(side) for side in (stack.pairs, [partner[id(p)] for p in stack.pairs]))
         y = y.to(x.device)
         sound = _full_rank(x, stack.n) & _full_rank(y, stack.n)
-        d = x.new_full(sound.shape, torch.nan, dtype=torch.float64)
-        d[sound] = stack.manifold(metric).dist(in_double(x[sound]), in_double(y[sound]), on_error="nan")
+        d = in_double(torch.full_like(sound, torch.nan, dtype=torch.float32))
+        d[sound.to(d.device)] = stack.manifold(metric).dist(in_double(x[sound]), in_double(y[sound]), on_error="nan")
         # A diagonal group: every column is a separate pair.
         for p, distance in zip(stack.pairs, d.reshape(len(stack), -1).norm(dim=1).tolist(), strict=True):
             found[id(p)] = PairDistance(p.name, p.module, p.kind, p.head, partner[id(p)].head, distance)
@@ -159,11 +150,9 @@ def model_distance(
     return ModelDistance(metric, distances, skipped | {d.name: lost for d in distances if math.isnan(d.distance)})
 
 
-def _comparable(
-    sides: Iterable[Iterable[SymmetricPair]],
-) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
+def _comparable(one: nn.Module, other: nn.Module) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
     """Return the pairs of two models that have a group, and the names of the others with the reason."""
-    both = [check_pairs(side) for side in sides]
+    both = [find_symmetric_pairs(model, include_frozen=True) for model in (one, other)]
     skipped = {p.name: p.reason for side in both for p in side if p.group is None}
     first, second = ([p for p in side if p.group is not None] for side in both)
     if not first and not second:
@@ -204,7 +193,7 @@ def _matched(first: list[SymmetricPair], second: list[SymmetricPair]) -> list[Sy
     for heads in ([*found.values()] for found in by_head.values()):
         if len({tuple((first[i].kind, first[i].part, first[i].n, first[i].m) for i in head) for head in heads}) > 1:
             continue
-        cost = torch.zeros(len(heads), len(heads), dtype=torch.float64)
+        cost = torch.zeros(len(heads), len(heads), dtype=torch.float64, device="cpu")
         for alike in zip(*heads, strict=True):
             X, Y = (in_double(_scaled_points([side[i] for i in alike])) for side in (first, second))
             a, b, inner = (_products(*both, first[alike[0]].n) for both in ((X, X), (Y, Y), (X, Y)))
@@ -289,10 +278,10 @@ def average_lora_(
     for one, other in ((a, b) for name in names for a, b in ((name, into), (into, name))):
         if lacking := found[one].keys() - found[other].keys():
             raise ValueError(f"adapter {one!r} has the layer {min(lacking)[0]}, which {other!r} lacks")
-    given = torch.as_tensor([1.0] * len(names) if weights is None else weights, dtype=torch.float64)
+    given = torch.as_tensor([1.0] * len(names) if weights is None else weights, dtype=torch.float64, device="cpu")
     means = []
     for stack in stacks(found[into].values()):
-        device = stack.pairs[0].G[0].tensor.device
+        device = double_device(stack.pairs[0].G[0].tensor.device)
         of_names = [[found[name][p.module, p.head] for p in stack.pairs] for name in names]
         points = torch.stack([_checked_points(pairs, stack.pairs).to(device) for pairs in of_names])
         means.append((stack, _mean(stack, points, given.to(device), metric)))
@@ -368,7 +357,7 @@ def _means_of_others(
         values = [(own[name][place], share) for name, share in shares]
         mean = values[0][0]
         if target.is_floating_point() or target.is_complex():
-            scaled = (in_double(v).to(target.device) * (w * scales.get(v, 1.0)) for v, w in values)
+            scaled = (in_double(v.to(target.device)) * (w * scales.get(v, 1.0)) for v, w in values)
             mean = torch.stack([*scaled]).sum(0) / scales.get(target, 1.0)
         elif any(not torch.equal(v, mean) for v, _ in values):
             raise ValueError(f"{place} has no mean: its numbers are of {target.dtype}, and differ between the adapters")

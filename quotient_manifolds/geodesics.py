@@ -18,7 +18,7 @@ hence differentiable at ξ = 0 and at vertical ξ. The number s = ‖ξ‖ only 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .linalg import choose, exposed, holds, row_power
-from .metrics import MIX, LocalMetric, Motion, Pair
+from .metrics import MIX, Metric, Motion, Pair
 
 #: The solver gives up after a path of this length in the inv metric.
 _MAX_LENGTH = 1000
@@ -97,50 +97,33 @@ def column(t: Tensor, like: Tensor) -> Tensor:
     return t.reshape(t.shape + (1,) * like.dim())
 
 
-class Whitened:
-    """A point (X, Y) and a tangent vector (ξ, η), whitened; and the part of the point that does not move.
+def geodesic(
+    metric: Metric, point: Pair, velocity: Pair, sigma: Tensor, t: Any, relative_tol: float | None
+) -> tuple[Pair, Pair]:
+    """Follow a whitened velocity from a whitened point: (X(t), ξ(t)) and (Y(t), η(t)), each (k…, …, rows, h).
 
-    The scale ``sigma`` of the columns, (…, h), descends, and is 0 for directions that are not ``present``.
+    The scale ``sigma`` of the columns, (…, h), descends, and is 0 for directions that do not move.
     """
-
-    def __init__(self, local: LocalMetric, u: Pair, sigma: Tensor, present: Tensor) -> None:
-        (G, H), absent = local.factors, ~present.unsqueeze(-2)
-        inverse, scale = row_power(sigma, present, -0.5), row_power(sigma, present, -local.metric.scale_exponent)
-        self.point, self.velocity = (G * inverse, H * inverse), (u[0] * scale, u[1] * scale)
-        self.metric, self.sigma, self.present = local.metric, torch.where(present, sigma, 0), present
-        self.absent = G * absent, H * absent
-
-    def undo(self, first: Pair, second: Pair) -> tuple[Pair, Pair]:
-        """Return point and velocity, in the canonical gauge of the start, from those of both factors."""
-        root = row_power(self.sigma, self.present, 0.5)
-        scale = row_power(self.sigma, self.present, self.metric.scale_exponent)
-        (X, xi), (Y, eta) = first, second
-        return (X * root + self.absent[0], Y * root + self.absent[1]), (xi * scale, eta * scale)
-
-    def certainly_inside(self, until: Tensor) -> bool:
-        """Whether ρ < σ_h/√2, which keeps the geodesic on the manifold, holds for all items with a margin."""
-        rho = sum(torch.linalg.matrix_norm(v).square() for v in self.velocity) ** 0.5
-        lowest = torch.where(self.present, self.sigma, torch.inf).amin(-1)
-        return holds(until * rho < lowest / 4)
+    t = as_times(t, sigma)
+    if not metric.complete:
+        return _mix_geodesic(point, velocity, sigma, t, relative_tol or _default_tolerance(sigma))
+    return _inv_geodesic(point[0], velocity[0], t), _inv_geodesic(point[1], velocity[1], t)
 
 
-def geodesic(start: Whitened, t: Any, relative_tol: float | None) -> tuple[Pair, Pair]:
-    """Return points and velocities at times t of any shape (k…), each (k…, …, rows, h), in canonical gauge."""
-    t = as_times(t, start.sigma)
-    if not start.metric.complete:
-        return start.undo(*_mix_geodesic(start, t, relative_tol or _default_tolerance(start.sigma)))
-    (X, Y), (xi, eta) = start.point, start.velocity
-    return start.undo(_inv_geodesic(X, xi, t), _inv_geodesic(Y, eta, t))
-
-
-def exit_time(start: Whitened) -> Tensor:
+def exit_time(metric: Metric, point: Pair, velocity: Pair, sigma: Tensor) -> Tensor:
     """Return the time in (0, 1] at which every geodesic leaves the manifold, inf where it stays; (…)."""
     with torch.no_grad():
-        until = torch.ones_like(torch.linalg.matrix_norm(start.velocity[0]))
-        if start.metric.complete or start.certainly_inside(until):
+        until = torch.ones_like(torch.linalg.matrix_norm(velocity[0]))
+        if metric.complete or _certainly_inside(velocity, sigma, until):
             return torch.inf * until
-        _, gram, here, until = _begin(start, until.new_ones(()))
+        _, gram, here, until = _begin(point, velocity, sigma, until.new_ones(()))
         return _follow(gram, here, until, until, _default_tolerance(until))[1]
+
+
+def _certainly_inside(velocity: Pair, sigma: Tensor, until: Tensor) -> bool:
+    """Whether ρ < σ_h/√2, which keeps the geodesic on the manifold, holds for all items with a margin."""
+    rho = (torch.linalg.matrix_norm(velocity[0]).square() + torch.linalg.matrix_norm(velocity[1]).square()) ** 0.5
+    return holds(until * rho < torch.where(sigma > 0, sigma, torch.inf).amin(-1) / 4)
 
 
 def _default_tolerance(like: Tensor) -> float:
@@ -232,28 +215,30 @@ class _Waypoint(NamedTuple):
         return a @ self.turn, torch.linalg.solve(self.turn.flip(-3).mH, p, left=False)
 
 
-def _begin(start: Whitened, t: Tensor) -> tuple[tuple[Tensor, ...], Tensor, _Waypoint, Tensor]:
+def _begin(
+    start: Pair, velocity: Pair, sigma: Tensor, t: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor, _Waypoint, Tensor]:
     """Return the bases of both spans, their Gram matrices (…, 2, 2h, 2h), and starts and times of shape (k…, …)."""
-    bases, grams, points, velocities = zip(*map(_span, start.point, start.velocity), strict=True)
-    point = torch.stack(points, -3) * start.present[..., None, None, :]
+    bases, grams, points, velocities = zip(*map(_span, start, velocity), strict=True)
+    point = torch.stack(points, -3) * (sigma > 0)[..., None, None, :]
     y = torch.stack([point, torch.stack(velocities, -3)], -3).flatten(-4)
     t = column(t, y[..., 0]).expand(t.shape + y.shape[:-1])
-    sigma, eye = start.sigma, torch.eye(start.sigma.shape[-1], dtype=y.dtype, device=y.device)
+    eye = torch.eye(sigma.shape[-1], dtype=y.dtype, device=y.device)
     here = y.expand(*t.shape, -1), sigma.expand(*t.shape, -1), eye.expand(*t.shape, 2, -1, -1), torch.zeros_like(t)
     return bases, torch.stack(grams, -3), _Waypoint(*here), t
 
 
-def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> Iterator[Pair]:
+def _mix_geodesic(start: Pair, velocity: Pair, sigma: Tensor, t: Tensor, tol: float) -> tuple[Pair, Pair]:
     """Integrate the equation to the times t, (k…), of either sign: (X(t), ξ(t)), then (Y(t), η(t))."""
-    bases, gram, here, goal = _begin(start, t)
+    bases, gram, here, goal = _begin(start, velocity, sigma, t)
     until, direction = goal.detach().abs(), goal.detach().sgn()
-    if not start.certainly_inside(until):
+    if not _certainly_inside(velocity, sigma, until):
         here, exits = _follow(gram, here, until, direction, tol)
         raise_on_exit(torch.where(exits.isinf(), exits, direction * exits), t)
     equation, rest = _equation(gram, here.sigma), (goal - direction * here.elapsed).unsqueeze(-1)
     y = _integrate(lambda y: equation(y)[0] * rest, here.y, tol)
-    for basis, a, p in zip(bases, *(z.unbind(-3) for z in here.at_start_gauge(y)), strict=True):
-        yield basis @ a, basis @ p
+    (a, b), (p, q) = (z.unbind(-3) for z in here.at_start_gauge(y))
+    return (bases[0] @ a, bases[0] @ p), (bases[1] @ b, bases[1] @ q)
 
 
 def _equation(gram: Tensor, sigma: Tensor) -> Callable[[Tensor], Pair]:

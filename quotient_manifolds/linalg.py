@@ -1,4 +1,4 @@
-"""Batched linear algebra with small matrices that both metrics need.
+"""Batched linear algebra with small matrices that both metrics need, and the guard of the public doors.
 
 Everything here works on stacks ``(…, h, h)``, on any device, real or complex, without a loop over the stack.
 """
@@ -6,39 +6,47 @@ Everything here works on stacks ``(…, h, h)``, on any device, real or complex,
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _DisableAutocast, _functorch
 from torch.autograd import forward_ad
 
-P = ParamSpec("P")
-R = TypeVar("R")
-C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def own_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function compute in the dtype of its arguments, because autocast would round products to half precision."""
+def own_precision(function: F, finite_result: bool = False) -> F:
+    """Let a function compute in the dtype of its arguments, because autocast would round products to half precision.
+
+    With ``finite_result`` it is a method of a manifold, and returns no NaN or inf unless it was given one.
+    """
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with _DisableAutocast():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if not finite_result or kwargs.get("on_error") == "nan":
+                return result
+            if all(map(finite, result if isinstance(result, tuple) else (result,))):
+                return result
+            # A vector with NaN makes every result NaN: only now is it worth waiting for the answer of another look.
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            for name in given.keys() & {"u", "v"}:
+                check_finite(given["self"], given[name], name)
+            if not all(finite(a) for a in given.values() if isinstance(a, Tensor)):
+                return result
+        raise ValueError(
+            f"{given['self']}: {function.__name__} gives numbers that its dtype does not hold, or a decomposition has "
+            "failed; rescale the point or the vector, or use float64; in an optimisation the learning rate is too high"
+        )
 
-    return wrapped
-
-
-def in_own_precision(cls: C) -> C:
-    """Apply :func:`own_precision` to the public methods that a class defines, unless they are wrapped already."""
-    for name, method in list(vars(cls).items()):
-        if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(method, "__wrapped__"):
-            setattr(cls, name, own_precision(method))
-    return cls
+    return wrapped  # type: ignore[return-value]
 
 
 def exposed(x: Tensor) -> Tensor:
@@ -60,6 +68,25 @@ def finite(X: Tensor) -> bool:
     if not _are_functorch_transforms_active() and bool(0 * X.detach().sum() == 0):
         return True
     return holds(X.isfinite())
+
+
+def check_dtype(who: object, x: Tensor, allow_complex: bool = True) -> None:
+    """Raise for a dtype without linear algebra."""
+    allowed = _DTYPES if allow_complex else _DTYPES[:2]
+    if x.dtype not in allowed:
+        raise ValueError(
+            f"{who}: a point of shape {tuple(x.shape)} has dtype {x.dtype}, which has no linear algebra here; convert "
+            f"it to one of {', '.join(map(str, allowed))}"
+        )
+
+
+def check_finite(who: object, u: Tensor, name: str = "u") -> None:
+    """Raise for a vector that is not finite."""
+    if not finite(u):
+        raise ValueError(
+            f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
+            "gradient, check the loss, or lower the learning rate"
+        )
 
 
 def largest(X: Tensor) -> Tensor:
@@ -87,9 +114,25 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@functools.cache
+def has_double(device: str) -> bool:
+    """Return whether a type of device computes in double precision, which it is asked for once."""
+    try:
+        return torch.zeros(1, dtype=torch.float64, device=device).dtype == torch.float64
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return False
+
+
+def double_device(device: torch.device) -> torch.device:
+    """Return where numbers of a device are computed in double precision: there, or on the CPU."""
+    return device if has_double(device.type) else torch.device("cpu")
+
+
 def in_double(X: Tensor) -> Tensor:
-    """Widen to double precision; real stays real and complex stays complex."""
-    return X.to(torch.complex128 if X.is_complex() else torch.float64)
+    """Widen to double precision, on the CPU if the device has none; real stays real and complex stays complex."""
+    return X.to(double_device(X.device)).to(torch.complex128 if X.is_complex() else torch.float64)
 
 
 def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import means
-from .base import QuotientManifold, with_finite_results
-from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector
+from .base import QuotientManifold, check_tensors, check_vector, in_own_precision
 from .gauge import gauge_in_units
 from .linalg import as_count, column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance, standard_normal
 from .metrics import INV, MIX, Metric
@@ -31,7 +30,7 @@ from .tangent import GLTangentSpace
 _scaled = QuotientManifold.__scaling__.copy()
 
 
-@with_finite_results
+@in_own_precision
 class GLQuotient(QuotientManifold):
     """Base class of the GL(h) quotients with the inv and the mix metric."""
 
@@ -80,7 +79,7 @@ class GLQuotient(QuotientManifold):
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw Λ with Gaussian entries of variance 1/h, (…, h, h)."""
         self.unpack_tensor(x)  # the checks
-        check_dtype(self, x)
+        super()._check_point(x)
         return standard_normal((*x.shape[:-2], x.shape[-1], x.shape[-1]), x, generator) / x.shape[-1] ** 0.5
 
     def to_matrix(self, x: Tensor) -> Tensor:
@@ -98,47 +97,7 @@ class GLQuotient(QuotientManifold):
         gauge, unit = gauge_in_units(*self.unpack_tensor(x))
         return gauge.x if unit is None else gauge.x * unit
 
-    # -- exact geodesics ---------------------------------------------------------------------------------------------
-
-    @_scaled(ScalingInfo(u=-1))
-    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`.
-
-        :meth:`retr` is the cheaper second-order approximation that optimisers use; it never leaves the manifold.
-        """
-        space: Any = self._vector_space(x, u)
-        check_finite(self, u)
-        return space.geodesic(space.proju(u))[0]
-
-    @_scaled(ScalingInfo.NotCompatible)
-    def geodesic(self, x: Tensor, u: Tensor, t: Any) -> tuple[Tensor, Tensor]:
-        """Return points and velocities at many times of the geodesic from x with velocity u, differentiable.
-
-        Parameters
-        ----------
-        x, u : Tensor
-            Point and vector, which is projected, (…, n + m, h).
-        t : float or Tensor
-            Times of any shape (k…) and sign.
-
-        Returns
-        -------
-        tuple of Tensor
-            Both (k…, …, n + m, h).
-
-        Raises
-        ------
-        GeodesicExitError
-            A mix geodesic reaches a rank-deficient matrix before the last time (``time``; item by item in ``times``).
-
-        Notes
-        -----
-        inv has a closed form; the equation of mix is solved to a relative tolerance of 1e-12 in float64 and 2e-6 in
-        float32.
-        """
-        space: Any = self._vector_space(x, u)
-        check_finite(self, u)
-        return space.geodesic(space.proju(u), t)
+    # -- between two points ---------------------------------------------------------------------------------------
 
     @_scaled(ScalingInfo(1))
     def logmap(self, x: Tensor, y: Tensor, *, on_error: str = "raise") -> Tensor:
@@ -165,7 +124,7 @@ class GLQuotient(QuotientManifold):
 
         with torch.no_grad():
             unit, a, b = self._in_units(x, y, on_error)
-            return (logarithm.logmap(self.metric, self.n, a, b, on_error) * unit).to(x.dtype)
+            return (logarithm.logmap(self.metric, self.n, a, b, on_error) * unit).to(x)
 
     @_scaled(ScalingInfo(1))
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False, on_error: str = "raise") -> Tensor:
@@ -180,18 +139,13 @@ class GLQuotient(QuotientManifold):
 
         unit, a, b = self._in_units(x, y, on_error)
         result = logarithm.distance(self.metric, self.n, a, b, on_error)[..., None, None]
-        result = (result if self.metric.scale_exponent > 0 else result * unit * unit).to(x.real.dtype)
+        result = (result if self.metric.scale_exponent > 0 else result * unit * unit).to(x.real)
         return result if keepdim else result[..., 0, 0]
-
-    def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
-        """Interpolate from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …), differentiable in t."""
-        u = self.logmap(x, y)
-        return self.geodesic(x.detach(), u, t)[0]
 
     def mean(self, points: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the Fréchet mean over the first dimension of (k, …, n + m, h); see :func:`frechet_mean`."""
-        unit, _, wide = self._in_units(points[:1], points)
-        return (means.frechet_mean(self, wide, weights).point * unit[0]).to(points.dtype)
+        weights, (unit, _, wide) = means.checked_weights(self, points, weights), self._in_units(points[:1], points)
+        return (means.frechet_mean(self, wide, weights).point * unit[0]).to(points)
 
     def _in_units(self, x: Tensor, y: Tensor, on_error: str = "raise") -> tuple[Tensor, Tensor, Tensor]:
         """Return the unit of x, (…, 1, 1), and both points in double precision and in units of it.
@@ -209,7 +163,7 @@ class GLQuotient(QuotientManifold):
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
         """Return the point G = [I; 0], H = [I; 0]; ``seed``, part of geoopt's interface, is ignored."""
-        x = self._as_point(torch.zeros(as_shape(size), dtype=dtype, device=device))
+        x = self._as_point(torch.zeros, size, dtype=dtype, device=device)
         for factor in self.unpack_tensor(x):
             factor.diagonal(dim1=-2, dim2=-1).fill_(1)
         return x

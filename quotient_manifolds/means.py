@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_tensors
+from .base import check_tensors
 from .linalg import choose, in_double
 
 #: Steps from one start, and the length of the mean logarithm below which a point counts as a mean.
@@ -94,7 +94,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None) -
     -------
     FrechetMean
         The ``point``, in the dtype of the points, at the representative of the point from which it was reached; the
-        ``certificate`` and the ``variance``, computed in double precision.
+        ``certificate`` and the ``variance``, computed in double precision (on the CPU if the points' device has none).
 
     Raises
     ------
@@ -108,7 +108,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None) -
     >>> import torch
     >>> from quotient_manifolds import GLQuotientInv, frechet_mean
     >>> manifold = GLQuotientInv(5, 4)
-    >>> points = manifold.random(3, 5 + 4, 2, dtype=torch.float64)
+    >>> points = manifold.random(3, 5 + 4, 1, dtype=torch.float64)
     >>> found = frechet_mean(manifold, points)
     >>> bool(found.certificate < 1e-8)
     True
@@ -128,7 +128,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None) -
             "points that are closer together",
             mean.certificate,
         )
-    return mean._replace(point=mean.point.to(points.dtype))
+    return mean._replace(point=mean.point.to(points))
 
 
 def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
@@ -137,7 +137,7 @@ def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Te
     if points.dim() < 3 or len(points) == 0:
         raise ValueError(f"{manifold}: points of a mean are (k, …, rows, h) with k ≥ 1, got {tuple(points.shape)}")
     if weights is None:
-        return torch.full((len(points),), 1 / len(points), dtype=torch.float64, device=points.device)
+        return in_double(points.real.new_ones(len(points))) / len(points)
     check_tensors(manifold, weights=weights)
     usable = weights.shape == points.shape[:1] and weights.device == points.device and not weights.is_complex()
     if not (usable and bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):

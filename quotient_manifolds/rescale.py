@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
-from .base import QuotientManifold, TangentSpace, with_finite_results
-from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector
+from .base import QuotientManifold, TangentSpace, check_tensors, check_vector, in_own_precision
 from .geodesics import as_times, column, raise_on_exit
-from .linalg import holds, in_double, in_own_precision, largest, power_of_two, root, standard_normal
+from .linalg import holds, in_double, largest, power_of_two, root, standard_normal
 from .means import checked_weights
 
 
@@ -53,6 +51,21 @@ class _RescaleTangentSpace(TangentSpace):
         b, other = u / self.x, (u / self.x).flip(-2)
         return self.x * (b * b if self._metric == "inv" else other * (other - 2 * b))
 
+    def geodesic(self, u: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
+        r"""Return points :math:`x e^{Bt}` (inv) or :math:`x \sqrt{1 + 2Bt}` (mix), and velocities; (k…, …, 2, d).
+
+        A mix geodesic ends where 1 + 2Bt ≤ 0.
+        """
+        B = (u / self.x).mean(dim=-2, keepdim=True)
+        t = as_times(t, self.x)
+        step = B * column(t, B)
+        if self._metric == "inv":
+            return self.x * step.exp(), self.x * step.exp() * B
+        times = torch.where(1 + 2 * step > 0, torch.inf, -1 / (2 * B))
+        raise_on_exit(times.gather(-1, times.abs().argmin(-1, keepdim=True))[..., 0, 0], t)
+        root = (1 + 2 * step).sqrt()
+        return self.x * root, self.x * B / root
+
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw Gaussian multiples of the unit vectors, of unit variance in the metric; (…, 2, d)."""
         draw = standard_normal((*self.x.shape[:-2], self.x.shape[-1]), self.x, generator)
@@ -62,7 +75,7 @@ class _RescaleTangentSpace(TangentSpace):
 _scaled = QuotientManifold.__scaling__.copy()
 
 
-@with_finite_results
+@in_own_precision
 class RescaleQuotient(QuotientManifold):
     r"""Pairs of vectors without zero entries, modulo (u, v) → (αu, v/α) elementwise.
 
@@ -122,42 +135,6 @@ class RescaleQuotient(QuotientManifold):
         self._check_point(x)
         return _RescaleTangentSpace(self.metric, x)
 
-    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        r"""Follow the geodesic to :math:`x e^B` (inv) or :math:`x \sqrt{1 + 2B}` (mix); see :meth:`geodesic`."""
-        return self.geodesic(x, u, 1.0)[0]
-
-    @_scaled(ScalingInfo.NotCompatible)
-    def geodesic(self, x: Tensor, u: Tensor, t: Any) -> tuple[Tensor, Tensor]:
-        r"""Return points and velocities at many times: :math:`x e^{Bt}` (inv) or :math:`x \sqrt{1 + 2Bt}` (mix).
-
-        Parameters
-        ----------
-        x, u : Tensor
-            Point and vector, which is projected, (…, 2, d).
-        t : float or Tensor
-            Times of any shape (k…) and sign; both results are (k…, …, 2, d).
-
-        Raises
-        ------
-        GeodesicExitError
-            For mix, if 1 + 2Bt ≤ 0 somewhere at a requested time; ``time`` says when.
-        """
-        self._vector_space(x, u)  # the checks
-        check_finite(self, u)
-        B = (u / x).mean(dim=-2, keepdim=True)
-        t = as_times(t, x)
-        step = B * column(t, B)
-        if self.metric == "inv":
-            return x * step.exp(), x * step.exp() * B
-        times = torch.where(1 + 2 * step > 0, torch.inf, -1 / (2 * B))
-        raise_on_exit(times.gather(-1, times.abs().argmin(-1, keepdim=True))[..., 0, 0], t)
-        root = (1 + 2 * step).sqrt()
-        return x * root, x * B / root
-
-    def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
-        """Interpolate along the geodesic from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …)."""
-        return self.geodesic(x, self.logmap(x, y), t)[0]
-
     def mean(self, points: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the Fréchet mean over the first dimension: the geometric (inv) or arithmetic (mix) mean of β.
 
@@ -166,7 +143,7 @@ class RescaleQuotient(QuotientManifold):
         """
         weights, wide = checked_weights(self, points, weights), in_double(points)
         u = torch.einsum("k,k...->...", weights, self.logmap(wide[0].expand_as(wide), wide))
-        return self.expmap(wide[0], u).to(points.dtype)
+        return self.expmap(wide[0], u).to(points)
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         r"""Return the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
@@ -186,7 +163,7 @@ class RescaleQuotient(QuotientManifold):
             )
         ratio = (in_double(y) / in_double(x)).prod(-2, keepdim=True)  # that of four numbers may overflow in float32
         B = ratio.log() / 2 if self.metric == "inv" else (ratio - 1) / 2
-        return (x * B).to(x.dtype)
+        return (in_double(x) * B).to(x)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises like :meth:`logmap`."""
@@ -207,7 +184,7 @@ class RescaleQuotient(QuotientManifold):
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw λ with standard Gaussian entries, (…, d)."""
         self.unpack_tensor(x)  # the checks
-        check_dtype(self, x, False)
+        super()._check_point(x)
         return standard_normal((*x.shape[:-2], x.shape[-1]), x, generator)
 
     def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -227,7 +204,7 @@ class RescaleQuotient(QuotientManifold):
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
         """Return u = v = 1, of shape ``size``; ``seed``, part of geoopt's interface, is ignored."""
-        return self._as_point(torch.ones(as_shape(size), dtype=dtype, device=device))
+        return self._as_point(torch.ones, size, dtype=dtype, device=device)
 
     def _projx(self, x: Tensor) -> Tensor:
         tiny = torch.finfo(x.dtype).tiny

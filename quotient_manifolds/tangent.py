@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from . import geodesics
-from .base import TangentSpace
+from .base import TangentSpace, in_own_precision
 from .gauge import Gauge
-from .linalg import in_own_precision, largest, power_of_two, root, row_power, standard_normal
+from .linalg import largest, power_of_two, root, row_power, standard_normal
 from .metrics import LocalMetric, Metric, Pair
 
 
@@ -177,22 +177,11 @@ class GLTangentSpace(TangentSpace):
     def acceleration(self, u: Tensor) -> Tensor:
         r"""Compute :math:`-Γ(u, u)` for the velocity :math:`u = (\dot G, \dot H)`; paper, Eq. 12 and App. B."""
         (G, H), velocity = self._local.factors, self._times(u, self._to_gauge)
-        of_point, of_velocity = self._equations(velocity, 1.0)
-        return _sum((G @ of_point[0], H @ of_point[1]), (velocity, of_velocity))
-
-    def retr(self, u: Tensor) -> Tensor:
-        """Follow the geodesic to second order: x + u + ½ acceleration(u); shape of u."""
-        velocity = self._times(u, self._to_gauge)
-        of_point, of_velocity = self._equations(velocity, 0.5)
-        return _sum((self.x + u).split(self._rows, dim=-2), (self._local.factors, of_point), (velocity, of_velocity))
-
-    def _equations(self, velocity: Pair, share: float) -> tuple[Pair, Pair]:
-        """Return what multiplies the factors, and the velocity, in a share of the acceleration at x."""
         (a, b), (c, d) = self._local.equations(velocity)
         if self._from_gauge is not None:
             A, B = self._from_gauge
             a, b, c, d = a @ A, b @ A, c @ B, d @ B
-        return (share * a, share * c), (share * b, share * d)
+        return _sum((G @ a, H @ c), (velocity, (b, d)))
 
     # -- exact geodesics -------------------------------------------------------------------------------------------
 
@@ -202,15 +191,22 @@ class GLTangentSpace(TangentSpace):
         Times, results and errors are those of :meth:`GLQuotientInv.geodesic
         <quotient_manifolds.GLQuotientInv.geodesic>`. ``tolerance`` is that of the solver for mix.
         """
-        point, velocity = geodesics.geodesic(self._whitened(u), t, tolerance)
-        return _packed(point, self._from_gauge), _packed(velocity, self._from_gauge)
+        (X, xi), (Y, eta) = geodesics.geodesic(self.metric, *self._whitened(u), t, tolerance)
+        (G, H), row, absent = self._local.factors, self._row(), ~self.present.unsqueeze(-2)
+        root = row_power(self._gauge.sigma, self.present, 0.5)
+        point = X * root + G * absent, Y * root + H * absent
+        return _packed(point, self._from_gauge), _packed((xi * row, eta * row), self._from_gauge)
 
     def exit_time(self, u: Tensor) -> Tensor:
         """Return the time in (0, 1] at which the geodesic leaves the manifold, inf where it does not; (…)."""
-        return geodesics.exit_time(self._whitened(u))
+        return geodesics.exit_time(self.metric, *self._whitened(u))
 
-    def _whitened(self, u: Tensor) -> geodesics.Whitened:
-        return geodesics.Whitened(self._local, self._times(u, self._to_gauge), self._gauge.sigma, self.present)
+    def _whitened(self, u: Tensor) -> tuple[Pair, Pair, Tensor]:
+        """Return the point and a vector, whitened, and the scale of the columns: 0 for what is absent, and stays."""
+        (G, H), (xi, eta), sigma = self._local.factors, self._times(u, self._to_gauge), self._gauge.sigma
+        inverse = row_power(sigma, self.present, -0.5)
+        row = row_power(sigma, self.present, -self.metric.scale_exponent)
+        return (G * inverse, H * inverse), (xi * row, eta * row), torch.where(self.present, sigma, 0)
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 

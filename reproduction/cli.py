@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sharpness import cli
-from sharpness.cli import Parser, add_arguments, checked_device, place
+from sharpness.cli import Parser, add_arguments, place
 from sharpness.data import DataChoice
+from sharpness.models import checked_device
 from sharpness.study.plan import read_choice
 
 __all__ = ["main", "parser"]
@@ -98,7 +99,7 @@ def _finetune(options: argparse.Namespace) -> int:
     data = read_choice({"source": options.data, **{k: v for k, v in vars(options).items() if k in names}})
     for source in filter(None, (options.data, options.test)):
         check_source(source)
-        check_apart(options.out, (), [path for path in places(source) if path.is_dir()])
+        check_apart(options.out, (), places(source))
     given: dict[str, Any] = {"lr": options.lr, "epochs": options.epochs, "batch": options.batch}
     most = 1 if options.vary == "seed" else 2
     for name in ("lr", "epochs"):

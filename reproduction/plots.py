@@ -13,13 +13,14 @@ from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 
+from quotient_manifolds.symmetries import ModelDistance
 from sharpness.plots import COLOURS, MARKERS, figure
-from sharpness.study import TARGETS, measurements, ranking, targets
-from sharpness.study.results import Row
+from sharpness.study import TARGETS, measurements, tables, targets
+from sharpness.study.run import Row
 
 from .comparison import Ranking, compare
 
-__all__ = ["plot_ablations", "plot_diagonal", "plot_orbit", "plot_radii", "plot_toy"]
+__all__ = ["plot_ablations", "plot_diagonal", "plot_distances", "plot_orbit", "plot_radii", "plot_toy"]
 
 
 def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
@@ -232,11 +233,11 @@ def plot_radii(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -
     -------
     matplotlib.figure.Figure
     """
-    found, goal = ranking.compare(rows, target), targets(rows, target)
+    found, goal = tables.compare(rows, target), targets(rows, target)
     frame = measurements([row for row in rows if row["kind"] == "sharpness" and not row["ablation"]])
     frame = frame[frame["checkpoint"].isin(goal) & (frame["rho"] > 0)]
     parts = [(quantity, part) for quantity, part in frame.groupby("quantity") if part["rho"].nunique() > 1]
-    few = len(goal) < ranking.FEWEST_MODELS
+    few = len(goal) < tables.FEWEST_MODELS
     panels = len(parts) + (not few or not parts)
     with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
         dark = ListedColormap(colormaps["viridis"](np.linspace(0, 0.75, 256)))  # without its yellow end
@@ -325,4 +326,38 @@ def plot_ablations(
                 axes.set_visible(False)
             for axes in grid[:, 0]:
                 axes.set_ylabel(TARGETS[target], fontsize="small")
+    return drawn
+
+
+def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw the distances of two models' heads: a map per kind of pair, a row per layer, a column per head.
+
+    Parameters
+    ----------
+    found : ModelDistance
+        Result of :func:`quotient_manifolds.symmetries.model_distance`.
+    path : str or path, optional
+        File for the figure; by default it is only returned.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import model_distance
+    >>> one, other = (torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+    >>> drawn = plot_distances(model_distance(one, other))
+    """
+    kinds = list(dict.fromkeys(p.kind for p in found.pairs))
+    maps = [found.table(kind) for kind in kinds]
+    height = 1.6 + 0.35 * max((len(modules) for modules, _ in maps), default=1)
+    with figure(path, (4.6 * max(len(kinds), 1), height), columns=max(len(kinds), 1)) as (drawn, (row,)):
+        for axes, kind, (modules, table) in zip(row, kinds, maps, strict=True):
+            image = axes.imshow(table.numpy(), cmap="viridis", aspect="auto", vmin=0)
+            axes.set_yticks(range(len(modules)), modules)
+            axes.set_xticks(range(table.shape[1]))
+            axes.set(xlabel="head", title=f"{kind}: distance ({found.metric})")
+            drawn.colorbar(image, ax=axes)
     return drawn

@@ -18,8 +18,8 @@ from sharpness.files import write_json
 from sharpness.measuring import RadiusError
 from sharpness.models import load
 from sharpness.results import LEAVES
-from sharpness.study import Checkpoint, Sweep, read_config, read_failures, read_rows
-from sharpness.study.results import Row
+from sharpness.study import Checkpoint, Sweep, read_config, read_rows
+from sharpness.study.run import Row
 
 __all__ = ["LEVELS", "PRIMARY", "choose_radii", "median_models", "radius_at", "radius_of_levels", "tested"]
 
@@ -74,7 +74,7 @@ def tested(zoo: Path) -> tuple[list[Row], dict[str, str]]:
         Models that were not tested are in neither.
     """
     sweep = read_config(zoo / "models" / "results.json")
-    failed = [f for f in read_failures(zoo / "results", sweep) if f["kind"] == "fit"]
+    failed = [f for f in read_rows(zoo / "results", sweep, failed=True) if f["kind"] == "fit"]
     out = {f["checkpoint"]: "its losses are not finite" for f in failed if "the model has diverged" in f["error"]}
     fits = [r for r in read_rows(zoo / "results", sweep) if r["kind"] == "fit"]
     guess = guess_error(sweep)

@@ -19,8 +19,8 @@ from sharpness.measures import get_measure
 from sharpness.models import load, load_state_dict
 from sharpness.plots import COLOURS, MARKERS, figure
 from sharpness.results import LEAVES
-from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_failures, read_rows, run_sweep, targets
-from sharpness.study.results import Row
+from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_rows, run_sweep, targets
+from sharpness.study.run import Row
 
 from .baselines import distance, geodesic_distance
 from .comparison import CONTROLS, Ranking, compare, curves
@@ -100,7 +100,7 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
 def _finished(zoo: Path, sweep: Sweep) -> set[str]:
     """Return the checkpoints of which every job has been done, or has failed."""
     wanted = {("fit", None), ("baselines", None), *(("sharpness", name) for name in sweep.measures)}
-    done = [*read_rows(zoo / "results", sweep), *read_failures(zoo / "results", sweep)]
+    done = [*read_rows(zoo / "results", sweep), *read_rows(zoo / "results", sweep, failed=True)]
     jobs = {
         c.name: {(r["kind"], r.get("measure")) for r in done if r["checkpoint"] == c.name} for c in sweep.checkpoints
     }

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from sharpness.files import write_text
-from sharpness.study.ranking import FEWEST_MODELS
-from sharpness.study.results import Row
+from sharpness.study.run import Row
+from sharpness.study.tables import FEWEST_MODELS
 
 from .comparison import BASELINES, CONTROLS, Ranking
 from .statistics import Correlation

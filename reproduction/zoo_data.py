@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFilter
 
-from sharpness.files import write_text
-from sharpness.texts import read_table
+from sharpness.files import read_table, write_text
 
 __all__ = ["LABELS", "corrupt", "corrupted_images", "inference_tables", "normalised"]
 

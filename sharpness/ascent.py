@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quotient_manifolds.linalg import as_count
+from quotient_manifolds.linalg import as_count, in_double
 
 from .distributed import World
 
@@ -366,9 +366,9 @@ def gram_matrix(*vectors: Tensor, world: World | None = None) -> np.ndarray:
     """Compute the inner products of all pairs, in one pass, summed over chunks and processes in double precision."""
     k = len(vectors)
     rows, columns = np.triu_indices(k)
-    totals = torch.zeros(len(rows), dtype=torch.float64, device=vectors[0].device)
+    totals = in_double(vectors[0].new_zeros(len(rows)))
     for parts in _chunks(*vectors):
-        totals += torch.stack([torch.dot(parts[i], parts[j]) for i, j in zip(rows, columns, strict=True)])
+        totals += in_double(torch.stack([torch.dot(parts[i], parts[j]) for i, j in zip(rows, columns, strict=True)]))
     gram = np.zeros((k, k))
     gram[rows, columns] = gram[columns, rows] = (totals if world is None else world.sum(totals)).tolist()
     return gram

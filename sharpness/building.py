@@ -6,7 +6,6 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.blocks import Block
+from quotient_manifolds.symmetries.blocks import masks
 from quotient_manifolds.symmetries.modules import check_model, is_point, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.points import point_pairs
@@ -113,29 +112,10 @@ def _within(storage: np.ndarray, t: Tensor) -> np.ndarray:
     return np.ndarray(tuple(t.shape), f"V{size}", storage, size * t.storage_offset(), strides)
 
 
-@dataclass
-class Division:
-    """Which weights belong to pairs, and how the other weights are measured.
-
-    Attributes
-    ----------
-    stacks : list of PairStack
-        The pairs that are divided out.
-    constant : dict of Tensor to Tensor
-        Masks of the entries of parameters that do not move in the canonical form.
-    lengths : dict of Tensor to Tensor
-        Where the measure asks for them, see :func:`vector_lengths`.
-    """
-
-    stacks: list[PairStack]
-    constant: dict[Tensor, Tensor]
-    lengths: dict[Tensor, Tensor]
-
-
 def divide(
     model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor], *,
     form: CanonicalForm | None = None, only_some: bool = False, read: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> Division:  # fmt: skip
+) -> tuple[list[PairStack], dict[Tensor, Tensor], dict[Tensor, Tensor]]:  # fmt: skip
     """Divide parameters into pairs and entries that move separately.
 
     Parameters
@@ -155,7 +135,12 @@ def divide(
 
     Returns
     -------
-    Division
+    list of PairStack
+        The pairs that are divided out.
+    dict of Tensor to Tensor
+        Masks of the entries of parameters that do not move in the canonical form.
+    dict of Tensor to Tensor
+        Where the measure asks for them, see :func:`vector_lengths`.
     """
     known: Sequence[SymmetricPair] = ()
     if points := any(map(is_point, parameters.values())):
@@ -187,7 +172,7 @@ def divide(
     lengths = {}
     if measure.elementwise == "vector":
         lengths = vector_lengths(model, None if form is None else form.wiring, known, read)
-    return Division(found, {} if form is None else form.constant, lengths)
+    return found, {} if form is None else form.constant, lengths
 
 
 @torch.no_grad()
@@ -203,15 +188,10 @@ def vector_lengths(
     parameter.
     """
     wiring = Wiring() if wiring is None else wiring
-    moved: dict[Tensor, list[Block]] = {}
-    for part in (b for pair in pairs if pair.group is not None for b in pair.G + pair.H):
-        moved.setdefault(part.tensor, []).append(part)
+    moved = masks(b for pair in pairs if pair.group is not None for b in pair.G + pair.H)
 
     def inside(p: Tensor) -> Tensor:
-        mask = torch.zeros(p.shape, dtype=torch.bool, device=p.device)
-        for part in moved.get(p, ()):
-            part.of(mask).fill_(True)
-        return mask
+        return moved[p] if p in moved else torch.zeros(p.shape, dtype=torch.bool, device=p.device)
 
     def norm(p: Tensor, *dims: int) -> Tensor:
         """Sum over the entries outside pairs, or over all where none is outside."""
@@ -223,7 +203,7 @@ def vector_lengths(
         outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
-    writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
+    writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
     found = {a.matrix.tensor: norm(a.matrix.tensor, a.stream_dim) for a in writers}
     affines = {a.matrix.tensor: a for s in wiring.sites for a in s.readers}
     for module in model.modules():
@@ -234,7 +214,7 @@ def vector_lengths(
                 continue
             if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has both a row and a bias
                 row = None if b is None else block(module, bias)
-                affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
+                affines.setdefault(W, Affine(block(module, weight, transpose=transposed), row))
     for a in affines.values():
         matrix = a.matrix.tensor
         if matrix in found:
@@ -260,19 +240,20 @@ def vector_lengths(
 
 
 def build_blocks(
-    measure: Measure, parameters: Mapping[str, Tensor], dtype: torch.dtype, division: Division
-) -> list[WeightBlock]:
-    """Return the blocks of some parameters, with coordinates of a dtype: single ones first, then stacks of pairs."""
-    covered = coverage(division.stacks)
-    for p, mask in division.constant.items():
+    measure: Measure, parameters: Mapping[str, Tensor], dtype: torch.dtype, found: Sequence[PairStack],
+    constant: Mapping[Tensor, Tensor], lengths: Mapping[Tensor, Tensor],
+) -> list[WeightBlock]:  # fmt: skip
+    """Return the blocks of parameters that :func:`divide` has divided, single ones first, then stacks of pairs."""
+    covered = coverage(found)
+    for p, mask in constant.items():
         covered[p] = mask | covered[p] if p in covered else mask
     single: list[WeightBlock] = [
         PointBlock(name, p, dtype) if measure.takes_points and is_point(p)
-        else ElementwiseBlock(p, measure, dtype, covered.get(p), division.lengths.get(p))
+        else ElementwiseBlock(p, measure, dtype, covered.get(p), lengths.get(p))
         for name, p in parameters.items()
         if p not in covered or not bool(covered[p].all())
     ]  # fmt: skip
-    return single + [block_class(measure, s)(s, measure, dtype) for s in division.stacks]
+    return single + [block_class(measure, s)(s, measure, dtype) for s in found]
 
 
 def block_class(measure: Measure, stack: PairStack) -> Any:

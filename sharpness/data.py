@@ -17,9 +17,9 @@ from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries.modules import tree_map
 
 from .errors import called, naming, require_extra
+from .files import read_table, strings
 from .losses import IGNORED
-from .models import LoadedModel, load_state_dict
-from .texts import class_number, read_table, strings
+from .models import LoadedModel, checked_device, load_state_dict
 
 __all__ = ["DataChoice"]
 
@@ -122,8 +122,7 @@ class DataChoice:
         ValueError, OSError, ImportError
             The data cannot be read, or there is too little of it.
         """
-        with naming(f"the device {device!r} cannot be used"):
-            device = torch.device(device)
+        device = checked_device(device)
         remarks: tuple[str, ...] = ()
         if is_function(self.source):
             if self.num_examples is not None or self.subset_seed is not None:
@@ -253,6 +252,14 @@ def _dataset(choice: DataChoice, loaded: LoadedModel) -> Examples:
     return _images(choice, read, [row.get(choice.label, "") for row in rows], names, loaded)
 
 
+def class_number(name: str, known: Mapping[str, int]) -> int | None:
+    """Return the number of a class by its name: as it is or, if that is unique, whatever the case; None if unknown."""
+    if name in known:
+        return known[name]
+    alike = [number for other, number in known.items() if other.lower() == name.lower()]
+    return alike[0] if len(alike) == 1 else None
+
+
 def class_numbers(
     choice: DataChoice, labels: Sequence[str], names: Sequence[str] | None, loaded: LoadedModel, *, images: bool
 ) -> tuple[list[int], Mapping[str, int]]:
@@ -311,16 +318,16 @@ def _image_folder(choice: DataChoice, loaded: LoadedModel) -> Examples:
                 image.load()
             return image
 
-    examples = _images(choice, read, [path.parent.name for path in paths], names, loaded)
     others = sorted({p for p in folder.rglob("*") if p.is_file()} - {*paths})
+    remarks: tuple[str, ...] = ()
     if others:
-        remark = (
+        remarks = (
             f"{len(others)} of the {len(paths) + len(others)} files of {folder} are left out, such as "
             f"{others[0].relative_to(folder).as_posix()}: they are hidden, not directly in the folder of a class, or "
-            "no images by their names"
+            "no images by their names",
         )
-        examples = replace(examples, remarks=(remark,))
-    return replace(examples, sorted=True)
+    examples = _images(choice, read, [path.parent.name for path in paths], names, loaded)
+    return replace(examples, sorted=True, remarks=remarks)
 
 
 def _is_hidden(path: Path) -> bool:

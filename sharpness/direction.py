@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -143,20 +142,20 @@ def _along(
         form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
         base = {} if form is None else form.values
         with pointing_to(model, base):
-            division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
-            blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in division.stacks]
-            inside = {p for s in division.stacks for p in s.parameters()}
+            found, *_ = divide(model, measure, pairs, moving, form=form, only_some=canonical)
+            blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in found]
+            inside = {p for b in blocks for p in b.parameters}
             alone = {name: p for name, p in moving.items() if measure.takes_points and is_point(p) and p not in inside}
             points = [PointBlock(name, p, torch.float64) for name, p in alone.items()]
 
     @torch.no_grad()
     def moved(t: float) -> dict[Tensor, Tensor]:
-        weights = {p: (in_double(base.get(p, p)) + t * in_double(v)).to(v.dtype) for p, v in vector.items()}
+        weights = {p: (in_double(base.get(p, p)) + t * in_double(v)).to(v) for p, v in vector.items()}
         for point in points:
             weights[point.parameter].copy_(point.retract(t * in_double(vector[point.parameter])))
         for block in blocks:
             u = block.stack.gather(vector)
-            block.stack.scatter_(block.retract(t * u.to(block.tangent.x.dtype)), weights)
+            block.stack.scatter_(block.retract(t * u.to(block.tangent.x)), weights)
         return weights
 
     return base, moved
@@ -199,12 +198,11 @@ def profile(
     direction: Direction,
     loss_fn: LossFunction | None = None,
     *,
-    reach: float = 2.0,
     points: int = 33,
     micro_batch: int | None = None,
     normalize_logits: bool = False,
 ) -> Profile:
-    r"""Evaluate the loss along a direction through a model's weights, :math:`L(R_θ(tξ))` for t in [−reach, reach].
+    r"""Evaluate the loss along a direction through a model's weights, :math:`L(R_θ(tξ))` for t in [−2, 2].
 
     The path is the geodesic of the direction's measure, and the straight line, ``"first-order"``. For a measure that
     divides out nothing they are the same.
@@ -219,10 +217,8 @@ def profile(
         ξ, for example ``result.direction(0)``.
     loss_fn : callable, optional
         As for :func:`sharpness.evaluate`.
-    reach : float
-        How far, in units of the direction's length.
     points : int
-        Number of values of t, at least 2; an odd number includes t = 0.
+        Number of values of t, at least 2; 4k + 1 of them include −1, 0 and 1.
     micro_batch, normalize_logits
         As passed to :func:`sharpness.evaluate`.
 
@@ -234,7 +230,7 @@ def profile(
     Raises
     ------
     ValueError
-        There are fewer than two points, ``reach`` is not positive, or the direction is of another model.
+        There are fewer than two points, or the direction is of another model.
 
     Examples
     --------
@@ -254,14 +250,12 @@ def profile(
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
     points = as_count("points", points, least=2)
-    if isinstance(reach, bool) or not isinstance(reach, (int, float)) or not 0 < reach < math.inf:
-        raise ValueError(f"reach must be a positive number, got {reach!r}")
     measure, objective = direction.measure, Objective(loss_fn, normalize_logits, micro_batch)
     parameters = named_weights(model)
     batch = to_device(batch, next(iter(parameters.values())).device)
     if becomes_float32(model, [parameters[name] for name in direction.tensors if name in parameters]):
         batch = to_float32(batch)
-    times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
+    times = [4 * i / (points - 1) - 2 for i in range(points)]
     ways = dict.fromkeys((measure.geodesic, "first-order")) if measure.divides else ("first-order",)
     found: dict[str, list[float]] = {way: [] for way in ways}
     state = preserved(model)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.modules import is_sharded, plain_class
+from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_class
 
 from .errors import RemoteError
 
@@ -41,15 +41,13 @@ class World:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if isinstance(group, int):  # torch's value for processes that are not members
-            raise ValueError("this process does not belong to the group; call evaluate on its members only")
-        if not isinstance(group, (dist.ProcessGroup, type(None))):
+        if not isinstance(group, (dist.ProcessGroup, int, type(None))):  # an int in processes that are no members
             raise TypeError(f"group must be a process group, got {type(group).__name__}")
         self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else -1 if isinstance(group, int) else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("this process does not belong to the group; call evaluate on its members only")
+        self.size = 1 if group is None else dist.get_world_size(group)
 
     def owns(self, unit: int) -> bool:
         """Return whether a unit of work falls to this process."""
@@ -126,18 +124,16 @@ def _is_lost(error: Exception) -> bool:
 
 
 @contextmanager
-def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> Iterator[dist.ProcessGroup | None]:
+def torchrun(device: torch.device) -> Iterator[dist.ProcessGroup | None]:
     """Join the processes that torchrun started, and leave them at the end; None if it started none.
 
-    nccl where the device is a GPU, else gloo. A process that dies closes its connections, which ends the others with
-    an error.
+    nccl where the device is a GPU, else gloo. An exchange may take twelve hours, for processes wait until the last one
+    has finished; one that dies closes its connections, which ends the others with an error.
 
     Parameters
     ----------
     device : torch.device
         Of the work.
-    timeout : timedelta
-        Of every exchange.
 
     Yields
     ------
@@ -146,7 +142,7 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield None
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=12))
     try:
         yield dist.group.WORLD
     finally:
@@ -164,8 +160,7 @@ def reshard(model: nn.Module) -> None:
 
 def is_sharded_model(model: nn.Module) -> bool:
     """Return whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
-    if not isinstance(model, nn.Module):  # which is said elsewhere
-        return False
+    check_model(model)
     reshard(model)
     return any(type(p).__name__ == "DTensor" for p in model.parameters())
 

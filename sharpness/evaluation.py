@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from tqdm.auto import tqdm
 
 from quotient_manifolds.linalg import as_count
@@ -26,12 +27,9 @@ from .distributed import World, is_sharded_model
 from .hessian import HessianOperator
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
-from .measuring import BatchLoss, RadiusError, collected, measured
+from .measuring import BatchLoss, RadiusError, attached_space, collected
 from .perturb import preserved
 from .results import BatchResult, SharpnessResult
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
@@ -43,7 +41,7 @@ def evaluate(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None, statistic: str = "worst",
     pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, normalize_logits: bool = False,
-    micro_batch: int | None = None, offload: bool = False, keep_directions: bool | None = None, progress: bool = True,
+    micro_batch: int | None = None, keep_directions: bool | None = None, progress: bool = True,
     group: ProcessGroup | None = None, **search: Any,
 ) -> SharpnessResult:  # fmt: skip
     r"""Measure the sharpness of a model: how far the loss rises within a ball around its weights.
@@ -76,8 +74,6 @@ def evaluate(
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
         Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
-    offload : bool
-        Keep the vectors of the search in main memory: a GPU holds one copy of the weights instead of four or five.
     keep_directions : bool, optional
         Keep the worst directions, as large as the model, in main memory; by default the first ones, up to 2 GiB.
     progress : bool
@@ -117,20 +113,19 @@ def evaluate(
     measure, radii, options = _checked(get_measure(measure), rho, statistic, search)
     return _evaluate(
         model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs=pairs,
-        only=only, offload=offload,
+        only=only,
     )  # fmt: skip
 
 
 def gradient_norm(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", **options: Any,
-) -> SharpnessResult:  # fmt: skip
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, **options: Any
+) -> SharpnessResult:
     """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
 
     Parameters
     ----------
-    model, batches, loss_fn, measure, **options
-        As :func:`evaluate` takes them: pairs, micro_batch, group and so on.
+    model, batches, loss_fn, **options
+        As :func:`evaluate` takes them: measure, pairs, micro_batch, group and so on.
 
     Returns
     -------
@@ -143,19 +138,18 @@ def gradient_norm(
     >>> float(sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean"))
     5.0
     """
-    return evaluate(model, batches, loss_fn, measure=measure, statistic="gradient norm", **options)
+    return evaluate(model, batches, loss_fn, statistic="gradient norm", **options)
 
 
 def hessian(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, **options: Any,
-) -> SharpnessResult:  # fmt: skip
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, num_matvecs: int = 20, **options: Any
+) -> SharpnessResult:
     """Measure the largest eigenvalue and the trace of the Riemannian Hessian (``"euclidean"``: of the ordinary one).
 
     Parameters
     ----------
-    model, batches, loss_fn, measure, **options
-        As :func:`evaluate` takes them: pairs, micro_batch, group, the seed of the random vectors and so on.
+    model, batches, loss_fn, **options
+        As :func:`evaluate` takes them: measure, pairs, micro_batch, group, the seed of the random vectors and so on.
     num_matvecs : int
         Products with the Hessian for its trace, rounded down to a multiple of 3.
 
@@ -174,7 +168,7 @@ def hessian(
     (5.0, 5.0)
     """
     options["num_samples"] = as_count("num_matvecs", num_matvecs)
-    return evaluate(model, batches, loss_fn, measure=measure, statistic="Hessian", **options)
+    return evaluate(model, batches, loss_fn, statistic="Hessian", **options)
 
 
 def _evaluate(
@@ -197,7 +191,7 @@ def _evaluate(
         state,
         state,
         progress_bar(total or None, measure.name, "step", progress=progress) as bar,
-        measured(model, batches, measure, objective, **which) as (space, numbered),
+        attached_space(model, batches, measure, objective, **which) as (space, numbered),
     ):
         for index, batch in numbered:
             if not world.owns(index):

@@ -1,14 +1,18 @@
-"""Files that are written completely or not at all, and never replace a user's data."""
+"""Files: tables are read strictly; what is written is written completely or not at all, and never replaces data."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from .errors import naming
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
@@ -37,16 +41,16 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
             return path
 
 
-def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], whole: Iterable[Path] = ()) -> None:
+def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], data: Iterable[Path] = ()) -> None:
     """Raise if writing at ``out`` would change what is read; call it before the work whose result it will hold.
 
-    Refused are what is read, what there is already in folders that are read, and any place in those of ``whole``, all
-    of whose files are data.
+    Refused are what is read, what there is already in folders that are read, and any place in folders of data, all of
+    whose files are data.
     """
-    place, whole = out.resolve(), list(whole)
-    for source in map(Path, (*(path for path in read if path is not None), *whole)):
+    place, data = out.resolve(), list(data)
+    for source in map(Path, (*(path for path in read if path is not None), *data)):
         one = source.resolve()
-        if place == one or (one.is_dir() and place.is_relative_to(one) and (source in whole or place.exists())):
+        if place == one or (one.is_dir() and place.is_relative_to(one) and (source in data or place.exists())):
             how = "replace" if place == one else "change"
             raise ValueError(f"writing to {out} would {how} {source}, which is read; choose another place")
 
@@ -93,3 +97,46 @@ def flush(path: Path) -> None:
     """Flush a file to disk, before anything relies on it."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
+
+
+def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[str, str]]:
+    """Read a ``.tsv`` (quotation marks are text), ``.csv`` or ``.jsonl`` table: its rows, by column.
+
+    Without a header columns are numbered from ``"0"``. Values of a ``.jsonl`` file that are not strings are written as
+    JSON.
+    """
+    path = Path(path)
+    kind, raw = path.suffix.lower(), path.read_bytes()
+    with naming(f"{path} is not UTF-8; convert the file"):
+        text = raw.decode("utf-8-sig")
+    if kind == ".jsonl":
+        rows = []
+        for number, content in enumerate(text.split("\n"), 1):  # splitlines() breaks at characters inside strings
+            if content.strip():
+                with naming(f"line {number} of {path} is not a JSON object"):
+                    rows.append(strings(json.loads(content)))
+        return rows
+    first = text.partition("\n")[0]
+    delimiter = "\t" if kind == ".tsv" else ";" if ";" in first and "," not in first else ","
+    quoting: Any = csv.QUOTE_NONE if kind == ".tsv" else csv.QUOTE_MINIMAL
+    limit = csv.field_size_limit(2**31 - 1)  # by default texts of 131,072 characters are refused
+    try:
+        with naming(f"{path} is not a readable table"):
+            lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True)
+            table = [line for line in lines if line]
+    finally:
+        csv.field_size_limit(limit)
+    names = table.pop(0) if header and table else [str(i) for i in range(max(map(len, table), default=0))]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path} has two columns of one name ({', '.join(names)}); rename one of them")
+    for number, row in enumerate(table, 1):
+        if len(row) != len(names):
+            raise ValueError(
+                f"row {number} of {path} has {len(row)} columns, not {len(names)}: they are separated by {delimiter!r}"
+            )
+    return [dict(zip(names, line, strict=True)) for line in table]
+
+
+def strings(row: Mapping[str, Any]) -> dict[str, str]:
+    """Write values that are not strings as JSON; leave out those that are missing."""
+    return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}

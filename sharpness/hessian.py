@@ -111,9 +111,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         h, sides = torch.finfo(space.dtype).eps ** (1 / 3) / (length or 1.0), list[Tensor]()
         for side in (h, -h):
             space.move_to(v * side)
-            found = self.losses()
-            gradient = space.differentiate([found] if isinstance(found, Tensor) else found)
-            sides.append(space.pull_back(gradient, v * side))
+            sides.append(space.gradient(self.losses()))
         return sides[0].sub_(sides[1]).div_(2 * h)
 
     def eigenvalues(self, count: int = 1, *, seed: int = 0, tol: float = 1e-4) -> np.ndarray:
@@ -140,16 +138,13 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         """
         dim = self.space.dim
         if dim <= count + 1:
-            values = np.linalg.eigvalsh(self.matmat(np.eye(dim, dtype=self.dtype)))
-            return values[::-1][:count]
+            return np.linalg.eigvalsh(self.matmat(np.eye(dim, dtype=self.dtype)))[::-1][:count]
         start = self.space.random(torch.Generator().manual_seed(seed)).cpu().numpy()
         options: Any = {"which": "LA", "v0": start, "ncv": min(dim, max(2 * count + 1, 12)), "tol": tol}
         try:
             values = scipy.sparse.linalg.eigsh(self, count, return_eigenvectors=False, **options)
-        except scipy.sparse.linalg.ArpackNoConvergence:
-            raise
-        except scipy.sparse.linalg.ArpackError:
-            if self.matvec(start).any():
+        except scipy.sparse.linalg.ArpackError as error:
+            if isinstance(error, scipy.sparse.linalg.ArpackNoConvergence) or self.matvec(start).any():
                 raise
             values = np.zeros(count, dtype=self.dtype)  # only zero has a random vector in its kernel
         return np.sort(values)[::-1]

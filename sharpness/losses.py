@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from quotient_manifolds.linalg import as_count, at_least_float32
 from quotient_manifolds.symmetries.modules import default_forward, plain_class, tensors, tree_map
 
-from .errors import lacking_rows, naming, words_of
+from .errors import lacking_rows, naming
 
 __all__ = ["LossFunction", "normalized_logits"]
 
@@ -81,10 +81,9 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     try:
         output = default_forward(model, batch)
     except IndexError as error:
-        reason = lacking_rows(error, model)
-        if reason is None:
-            raise
-        raise ValueError(reason) from error
+        if reason := lacking_rows(error, model):
+            raise ValueError(reason) from error
+        raise
     labels = batch.get("labels") if by_name else batch[1]
     look_up = output.get if isinstance(output, Mapping) else partial(getattr, output)
     scores, loss = output if isinstance(output, Tensor) else look_up("logits", None), look_up("loss", None)
@@ -112,12 +111,8 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
         exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if normalize_logits or not by_name:
-        try:  # with naming(...) every step would enter one file more
+        with naming(f"the labels do not fit the scores of {name}"):
             loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
-        except (IndexError, TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise ValueError(f"the labels do not fit the scores of {name}: {words_of(error)}") from error
     if not classification:
         return Outcome(loss)
     counted = labels != IGNORED

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -185,14 +184,12 @@ def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tupl
         if measure.rho is None:
             raise ValueError(f"pass a radius rho: the measure {measure.name!r} has no default")
         rho = measure.rho
-    scalar = isinstance(rho, Real) or getattr(rho, "ndim", None) == 0
+    several = isinstance(rho, Iterable) and getattr(rho, "ndim", 1) > 0
     try:
-        if isinstance(rho, (str, bool, Mapping)):
-            raise TypeError
-        radii = tuple(float(r) for r in ([rho] if scalar else rho))  # type: ignore[union-attr, arg-type]
+        radii = () if isinstance(rho, (str, bool, Mapping)) else tuple(map(float, rho if several else [rho]))  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}") from None
-    if not radii or any(not (math.isfinite(r) and r > 0) for r in radii):
+        radii = ()
+    if not radii or not all(0 < r < math.inf for r in radii):
         raise ValueError(f"rho must be one or several positive numbers, got {rho!r}")
     if len(set(radii)) < len(radii):
         raise ValueError(f"rho names a radius twice: {rho!r}")
@@ -206,16 +203,17 @@ class ElementwiseBlock:
     of w. So w + ξ = w + w ζ needs no division, and zero weights do not move. ``lengths``, the lengths of the vectors
     that the entries belong to, replace w if they are given.
 
-    All blocks have the methods below. Vectors c, ``at`` and ``out`` are flat, (dim,), real; arguments of the type
-    :data:`Tensors` have a tensor for each parameter, and those without one are read as zero. Methods that end in an
-    underscore write to their arguments, and only to entries that belong to the block.
+    All blocks have the methods below, and a list ``parameters`` of those of which entries belong to the block. Vectors
+    c, ``at`` and ``out`` are flat, (dim,), real; arguments of the type :data:`Tensors` have a tensor for each
+    parameter, and those without one are read as zero. Methods that end in an underscore write to their arguments, and
+    only to entries that belong to the block.
     """
 
     def __init__(
         self, parameter: Tensor, measure: Measure, dtype: torch.dtype, covered: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.parameter, self.dtype, self.dim = parameter, dtype, parameter.numel()
+        self.parameter, self.parameters, self.dtype, self.dim = parameter, [parameter], dtype, parameter.numel()
         self._adaptive, self._covered, self._lengths = measure.elementwise == "adaptive", covered, lengths
         self.refresh()
 
@@ -225,10 +223,6 @@ class ElementwiseBlock:
         scale = self._base if self._adaptive else self._base.new_ones(()).expand(self._base.shape)
         scale = scale if self._lengths is None else self._lengths.expand(self._base.shape)
         self._scale = scale if self._covered is None else scale.masked_fill(self._covered, 0)  # ξ = scale · ζ
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters of which entries belong to the block."""
-        return [self.parameter]
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
         """Write the tangent vector with coordinates c, at the model's weights or at those from which it moves."""
@@ -282,16 +276,16 @@ class PairBlock:
 
     def __init__(self, stack: PairStack, measure: Measure, dtype: torch.dtype, *, at_model: bool = False) -> None:
         assert measure.pair_metric is not None
-        self.stack, self.measure = stack, measure
+        self.stack, self.measure, self.parameters = stack, measure, stack.parameters()
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
         with torch.no_grad():
-            x = in_double(stack.gather())
-            gauge = canonical_gauge(*x.split([stack.n, stack.m], dim=-2))
+            x = stack.gather()
+            gauge = canonical_gauge(*in_double(x).split([stack.n, stack.m], dim=-2))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
-            rounded = gauge.to(dtype)
+            rounded = gauge if at_model else gauge.to(dtype, x.device)
             self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
-            self.tangent: Any = self.horizontal_space(*((gauge, x) if at_model else (rounded, None)))
+            self.tangent: Any = self.horizontal_space(rounded, in_double(x) if at_model else None)
         self.dim = x.numel() * (2 if x.is_complex() else 1)
         #: Whether the retraction is a quadratic function of the vector, as the Hessian needs.
         self.quadratic = type(self).retract is PairBlock.retract and measure.geodesic != "exact"
@@ -306,10 +300,6 @@ class PairBlock:
         """
         metric = METRICS[str(self.stack.metric or self.measure.pair_metric)]
         return GLTangentSpace(metric, gauge, x, tolerance=self._tolerance)
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters of all pairs."""
-        return self.stack.parameters()
 
     def _view(self, c: Tensor) -> Tensor:
         """View coordinates in the shape of the stack's point."""
@@ -381,7 +371,7 @@ class PairBlock:
         """Go to the model's own representative. The gauge may be an older one: any that is well conditioned will do."""
         x, gauge = self.stack.gather(), self.tangent.gauge
         if factorise or not bool(self.tangent.present.all()):
-            gauge = canonical_gauge(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype)
+            gauge = canonical_gauge(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype, x.device)
         self.tangent = GLTangentSpace(self.tangent.metric, gauge, x, tolerance=self._tolerance, moved=True)
 
     def num_exited_pairs(self, c: Tensor) -> int:

@@ -33,6 +33,17 @@ T = TypeVar("T")
 
 #: Number of modules or weights that a remark names.
 _NAMED = 12
+#: Up to this many roundings of the weights' dtype, and never above the second number, two equal passes may differ
+#: relatively: threads add up in no fixed order.
+_REPEATED, _ROUGHEST = 200, 1e-3
+#: The same for the canonical form, in which every weight is computed anew, in roundings of the space's dtype or, where
+#: the model itself is rougher, of its weights.
+_REWRITTEN, _ROUNDED = 1e4, 4
+#: Losses below this are compared as if they were this large: they are differences of numbers of order one.
+_SMALL = 1e-3
+#: A residual that all pairs share is the precision of the computations, at most 0.014 in half precision; up to this it
+#: is not the pairs' own, and losses may differ by three times as much.
+_SHARED = 0.03
 
 
 class RadiusError(ValueError):
@@ -60,17 +71,16 @@ class BatchLoss:
     """
 
     def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int) -> None:
-        batch = to_device(batch, space.model_device)
+        batch = to_device(batch, space.device)
         batch = to_float32(batch) if space.in_float32 else batch
         self.space, self.objective, self.index, self.pieces = space, objective, index, _share(space, objective, batch)
         self.passes = 0
         self.worst_error: float | None = None
         self.base, self.base_gradient = self.with_gradient(None)
-        self.base_error = self.worst_error
-        self._check_second_pass()
-        if index > 0:  # all pieces of batch 0 were checked
-            objective.check_pieces(space.model, batch, all_of_them=False)
-        self._check_symmetries()
+        self.base_error, first = self.worst_error, self._first
+        self._check_second_pass(first)
+        objective.check_pieces(space.model, batch, all_of_them=index == 0)
+        self._check_symmetries(first)
         if not space.world.all(finite(self.base_gradient)):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
@@ -96,20 +106,20 @@ class BatchLoss:
 
     def losses(self) -> Iterator[Tensor]:
         """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
-        self._seen: list[tuple[float, float, int, int]] = []
-        for weight, piece in self.pieces:
+        self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
+        for k, (weight, piece) in enumerate(self.pieces):
             loss, wrong, counted = self.objective(self.space.model, piece)
-            self._seen.append((weight, float(loss.detach()), wrong, counted))
+            value = float(loss.detach())
+            if k == 0:
+                self._first = value
+            if weight:
+                self._sums += torch.tensor([weight * value, wrong, counted], dtype=torch.float64, device="cpu")
             yield loss * weight if weight != 1 else loss
 
     def _total(self, xi: Tensor | None) -> float:
         """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
-        seen = [piece for piece in self._seen if piece[0]]
-        value = sum(weight * loss for weight, loss, _, _ in seen)
-        wrong, counted = sum(piece[2] for piece in seen), sum(piece[3] for piece in seen)
-        totals = self.space.world.sum(torch.tensor([value, wrong, counted], dtype=torch.float64))
-        value, wrong, counted = totals.tolist()
+        value, wrong, counted = self.space.world.sum(self._sums).tolist()
         value /= self.space.world.size
         if math.isfinite(value):
             self.worst_error = max(wrong / counted, self.worst_error or 0.0) if counted else self.worst_error
@@ -124,29 +134,30 @@ class BatchLoss:
             f"{distance:.4g} from the weights; use a smaller rho"
         )
 
-    def _check_second_pass(self) -> None:
+    def _check_second_pass(self, one: float) -> None:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
-        one, model = self._seen[0][1], self.space.model
+        model = self.space.model
         two = self.objective.value(model, self.pieces[0][1])
-        alike = abs(one - two) <= min(200 * rounding_error(model), 1e-3) * max(abs(one), abs(two), 1e-3)
+        bound = min(_REPEATED * rounding_error(model), _ROUGHEST)
+        alike = abs(one - two) <= bound * max(abs(one), abs(two), _SMALL)
         if not self.space.world.all(alike):
             raise ValueError(
                 f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
                 "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
             )
 
-    def _check_symmetries(self) -> None:
+    def _check_symmetries(self, before: float) -> None:
         """Raise for a pair that is not a symmetry by its gradient, if a move along its orbit confirms that.
 
         Near a minimum a gradient may be mostly rounding error, which does not affect moves of the weights. Residuals
         that all pairs share come from the precision of the model's computations.
         """
-        before, evidence = self._seen[0][1], self.space.evidence
+        evidence = self.space.evidence
         residuals, tolerance = evidence.residuals, evidence.tolerance
         least = min(residuals.values(), default=1.0)
         several = len({(p.module, p.kind) for p in residuals}) > 1
-        shared = 3 * least if several and least < 0.03 else 0.0  # at most 0.014 in half precision
-        rounding, floor = 0.1 * tolerance + 2e-5, 1e-3
+        shared = 3 * least if several and least < _SHARED else 0.0
+        rounding, floor = 0.1 * tolerance + 2e-5, _SMALL
         if shared >= rounding:
             rounding, floor = shared, 1.0
         failing = [p for p, r in residuals.items() if r > tolerance]
@@ -180,32 +191,29 @@ def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[f
 
 
 @contextmanager
-def measured(
+def attached_space(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective, *,
-    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, offload: bool = False,
+    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
         raise ValueError(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
-    sharded = is_sharded_model(model)
-    make = partial(ShardedSpace if sharded else WeightSpace, model, only=only, offload=offload)
+    make = partial(ShardedSpace if is_sharded_model(model) else WeightSpace, model, only=only)
     with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
-        try:
-            first = next(stream)
-        except StopIteration:
-            raise ValueError("batches is empty; pass at least one batch") from None
+        first = next(stream, stream)
+        if first is stream:
+            raise ValueError("batches is empty; pass at least one batch")
         first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
         remarks: list[str] = []
-        loss, given = _check_first(model, objective, first, measure, pairs, remarks)
-        found = find_symmetric_pairs(model) if measure.divides and given is None and not sharded else given
+        loss, pairs = _check_first(model, objective, first, measure, pairs, remarks)
         if measure.form == "own":
-            space = make(measure, found)
+            space = make(measure, pairs)
         else:
-            space = _at_canonical_form(partial(make, pairs=found), measure, objective, first, loss, remarks)
-        space.given, space.remarks = given, remarks
+            space = _at_canonical_form(partial(make, pairs=pairs), measure, objective, first, loss, remarks)
+        space.remarks = remarks
         with space.attached():
             yield space, enumerate(itertools.chain([first], stream))
 
@@ -235,7 +243,6 @@ def _check_first(
             loss = check_coverage(model, run, pairs)
     if not math.isfinite(loss):
         raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
-    objective.check_pieces(model, batch)
     return loss, pairs
 
 
@@ -278,8 +285,8 @@ def _at_canonical_form(
                 loss = objective.value(model, batch)
         with space.attached():
             moved = objective.value(model, batch)
-            tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * rounding_error(model))
-        if space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 1e-2)):
+            tolerance = max(_REWRITTEN * torch.finfo(space.dtype).eps, _ROUNDED * rounding_error(model))
+        if space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 10 * _SMALL)):
             break
     else:
         raise ValueError(

@@ -151,9 +151,13 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         return _from_folder(folder)
     state = {} if checkpoint is None else load_state_dict(checkpoint)
     if ":" in name:
-        loaded = _from_function(name)
+        model = called(name)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
+        loaded = LoadedModel(model, transform=getattr(model, "image_transform", None))
     elif importlib.util.find_spec("open_clip") and name in importlib.import_module("open_clip").list_models():
-        loaded = _from_open_clip(name)
+        model, _, transform = importlib.import_module("open_clip").create_model_and_transforms(name, pretrained=None)
+        loaded = LoadedModel(model, transform=transform)
     elif importlib.util.find_spec("timm") and importlib.import_module("timm").is_model(name):
         loaded = _from_timm(name, state)
     else:
@@ -219,20 +223,6 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise ValueError(f"{path} holds no state dict (a mapping of names to tensors)")
     prefix = "module." if all(str(k).startswith("module.") for k in state) else ""  # of a wrapper such as DDP
     return {str(k).removeprefix(prefix): v for k, v in state.items()}
-
-
-def _from_function(name: str) -> LoadedModel:
-    model = called(name)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
-    return LoadedModel(model, transform=getattr(model, "image_transform", None))
-
-
-def _from_open_clip(name: str) -> LoadedModel:
-    import open_clip
-
-    model, _, transform = open_clip.create_model_and_transforms(name, pretrained=None)
-    return LoadedModel(model, transform=transform)
 
 
 def _from_timm(name: str, state: Mapping[str, Tensor]) -> LoadedModel:
@@ -334,3 +324,14 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+def checked_device(name: torch.device | str) -> torch.device:
+    """Return a device of torch, after checking that it exists; under torchrun every process has a GPU of its own."""
+    with naming(f"the device {str(name)!r} cannot be used"):
+        device = torch.device(name)
+        if device.type == "cuda" and "LOCAL_RANK" in os.environ:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        torch.zeros((), device=device).item()
+    return device

@@ -189,13 +189,10 @@ def _plain(g: Any) -> Tensor:
 
 
 def _has_reentrant_checkpoint(loss: Tensor) -> bool:
-    seen, queue = set(), [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        queue.extend(child for child, _ in node.next_functions)
-    return False
+    queue: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {None, *queue}
+    for node in queue:
+        children = {child for child, _ in node.next_functions} - seen
+        seen |= children
+        queue.extend(children)
+    return any(node.name() == "CheckpointFunctionBackward" for node in queue)

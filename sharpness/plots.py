@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
-
-from quotient_manifolds.compare import ModelDistance
-from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
-from quotient_manifolds.symmetries.stacks import PairSpectrum
 
 from .direction import Profile, profile
 from .errors import require_extra
@@ -21,7 +16,7 @@ from .files import atomic_write
 from .results import SharpnessResult
 from .shares import LayerShare, LayerShares
 
-__all__ = ["plot_distances", "plot_layers", "plot_model", "plot_profile", "plot_spectra"]
+__all__ = ["plot_layers", "plot_model", "plot_profile"]
 
 #: Colours of the measures, by Okabe and Ito without their yellow, which is faint on white; each has a marker too, so
 #: that nothing depends on colour alone.
@@ -39,7 +34,6 @@ _STYLE = {
     "legend.frameon": False,
 }
 _WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)", "first-order": "straight line"}
-_KINDS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
 
 
 @contextmanager
@@ -160,89 +154,10 @@ def _column(share: LayerShare) -> str:
     return f"{share.part} {share.head or 0}" if of_pair else "weights"
 
 
-def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | None = None) -> Any:
-    r"""Draw the singular values of all pairs' :math:`G H^H`, and the smallest ones of G, H and :math:`G H^H`.
-
-    Parameters
-    ----------
-    found : sequence of PairSpectrum
-        Result of :func:`quotient_manifolds.symmetries.spectra`.
-    path : str or path, optional
-        Where the figure goes; by default it is returned only.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Notes
-    -----
-    Paper, App. H.1.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
-    >>> drawn = plot_spectra(spectra(find_symmetric_pairs(nn.MultiheadAttention(8, 2))))
-    """
-    if not found:
-        raise ValueError("there are no pairs to draw; find_symmetric_pairs(model) lists why")
-    from matplotlib import colormaps
-
-    kinds = list(dict.fromkeys(s.kind for s in found))
-    with figure(path, (4.6 * (len(kinds) + 1), 4.4), 1, len(kinds) + 1) as (drawn, ((*panels, last),)):
-        for axes, kind in zip(panels, kinds, strict=True):
-            mine = [s for s in found if s.kind == kind]
-            for shade, s in zip(colormaps["viridis"](np.linspace(0, 0.75, len(mine))), mine, strict=True):
-                axes.semilogy(range(1, len(s.product) + 1), s.product, color=shade, linewidth=1)
-            axes.set(xlabel="index", title=f"{_KINDS.get(kind, kind)}: σ of GHᵀ, dark: first layers")
-        panels[0].set_ylabel("singular value")
-        smallest = np.array([(s.min_singular_value_G, s.min_singular_value_H, float(s.product[-1])) for s in found])
-        looks = (("G", "o", "adaptive"), ("H", "^", "geodesic-mix"), ("GHᵀ", "s", "geodesic-inv"))
-        for (label, marker, name), values in zip(looks, smallest.T, strict=True):
-            last.semilogy(range(1, len(found) + 1), values, marker, color=COLOURS[name], label=label, markersize=4)
-        last.set(xlabel="pair, in the order of the layers", title="smallest singular values")
-        last.legend()
-    return drawn
-
-
-def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the distances of two models' heads: a map per kind of pair, a row per layer, a column per head.
-
-    Parameters
-    ----------
-    found : ModelDistance
-        Result of :func:`quotient_manifolds.symmetries.model_distance`.
-    path : str or path, optional
-        File for the figure; by default it is only returned.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import model_distance
-    >>> one, other = (torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
-    >>> drawn = plot_distances(model_distance(one, other))
-    """
-    kinds = list(dict.fromkeys(p.kind for p in found.pairs))
-    tables = [found.table(kind) for kind in kinds]
-    height = 1.6 + 0.35 * max((len(modules) for modules, _ in tables), default=1)
-    with figure(path, (4.6 * max(len(kinds), 1), height), columns=max(len(kinds), 1)) as (drawn, (row,)):
-        for axes, kind, (modules, table) in zip(row, kinds, tables, strict=True):
-            image = axes.imshow(table.numpy(), cmap="viridis", aspect="auto", vmin=0)
-            axes.set_yticks(range(len(modules)), modules)
-            axes.set_xticks(range(table.shape[1]))
-            axes.set(xlabel="head", title=f"{kind}: distance ({found.metric})")
-            drawn.colorbar(image, ax=axes)
-    return drawn
-
-
 def plot_model(
     model: nn.Module, batch: Any, result: SharpnessResult, folder: str | os.PathLike[str], **options: Any
 ) -> list[Path]:
-    """Draw all figures of a measurement: ``profile``, ``layers`` and, for a network with pairs, ``spectra``.
+    """Draw the figures of a measurement: ``profile`` and ``layers``.
 
     Parameters
     ----------
@@ -278,12 +193,7 @@ def plot_model(
     rho = max(result.rhos)
     direction, shares = result[rho].direction(0), result[rho].by_layer()
     Path(folder).mkdir(parents=True, exist_ok=True)
-    names = (f"{result.measure.name}-profile", f"{result.measure.name}-layers", "spectra")
-    drawn = [Path(folder) / f"{name}.png" for name in names]
+    drawn = [Path(folder) / f"{result.measure.name}-{name}.png" for name in ("profile", "layers")]
     plot_profile(profile(model, batch, direction, **options), drawn[0])
     plot_layers(shares, drawn[1])
-    pairs = direction.pairs or tuple(p for p in find_symmetric_pairs(model, include_frozen=True) if p.group is not None)
-    if not pairs:
-        return drawn[:2]
-    plot_spectra(spectra(pairs), drawn[2])
     return drawn

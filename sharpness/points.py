@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -48,20 +49,19 @@ class PointBlock:
     quadratic = False
 
     def __init__(self, name: str, parameter: geoopt.ManifoldParameter, dtype: torch.dtype) -> None:
-        self.name, self.parameter, self.manifold, self.dtype = name, parameter, parameter.manifold, dtype
-        size = parameter[(0,) * (parameter.dim() - self.manifold.ndim)].numel() * (2 if parameter.is_complex() else 1)
+        self.name, self.parameter, self.parameters, self.dtype = name, parameter, [parameter], dtype
+        one = parameter[(0,) * (parameter.dim() - parameter.manifold.ndim)]
+        size = one.numel() * (2 if one.is_complex() else 1)
         self.dim = real_view(parameter.detach()).numel()
         self._shape = self.dim // size, size
         self.refresh()
 
     def refresh(self) -> None:
         """Go to the parameter's present value."""
-        self.x = in_double(self.parameter.data)
+        self.x, self.manifold = in_double(self.parameter.data), self.parameter.manifold
+        if self.x.device != self.parameter.device:  # the manifold's own numbers may be there
+            self.manifold = copy.deepcopy(self.manifold).cpu()
         self.__dict__.pop("_frame", None)
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameter."""
-        return [self.parameter]
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 
@@ -75,7 +75,7 @@ class PointBlock:
         return torch.view_as_complex(t.contiguous()) if self.x.is_complex() else t
 
     def _of_flat(self, c: Tensor) -> Tensor:
-        return c.to(torch.float64).view(self._shape)
+        return in_double(c).view(self._shape)
 
     def _proju(self, points: Tensor) -> Tensor:
         """Project vectors (k, points, size)."""
@@ -121,17 +121,13 @@ class PointBlock:
     def _vector(self, c: Tensor) -> Tensor:
         """Return the tangent vector with coordinates c, (points, size)."""
         frame, projector = self._frame
-        if projector is None:
-            return self._proju(c.unsqueeze(0))[0] * frame
-        return (frame @ c.unsqueeze(-1)).squeeze(-1)
+        return self._proju(c.unsqueeze(0))[0] * frame if projector is None else torch.einsum("pij,pj->pi", frame, c)
 
     def project(self, c: Tensor) -> Tensor:
         """Project on the coordinates of tangent vectors."""
-        _, projector = self._frame
-        points = self._of_flat(c)
-        if projector is None:
-            return self._proju(points.unsqueeze(0)).flatten().to(c.dtype)
-        return (projector @ points.unsqueeze(-1)).flatten().to(c.dtype)
+        projector, points = self._frame[1], self._of_flat(c)
+        found = self._proju(points.unsqueeze(0)) if projector is None else projector @ points.unsqueeze(-1)
+        return found.flatten().to(c)
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian tangent vector, the same on all devices."""

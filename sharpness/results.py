@@ -269,7 +269,7 @@ class SharpnessResult:
         count = len(self.batches) // len(self.rhos)
         batches = f"{count} batch{'es' * (count > 1)}"
         if self.statistic in ("worst", "average"):
-            return "\n".join([*_table(self, batches), *_moved(self), *_doubts(self), *self.remarks])
+            return "\n".join([*_table(self, batches), *_doubts(self), *self.remarks])
         value = f"{float(self):.6g}" + (f" ± {_spread(self):.2g}" if count > 1 else "")
         line = f"gradient norm of {self.model} in the metric of {self.measure.name}: {value}, {batches}"
         if self.trace is not None:
@@ -312,16 +312,6 @@ def _table(result: SharpnessResult, batches: str) -> list[str]:
 def _spread(result: SharpnessResult) -> float:
     """Compute the standard error over several batches, at one radius."""
     return stdev(b.value for b in result.batches) / len(result.batches) ** 0.5
-
-
-def _moved(result: SharpnessResult) -> list[str]:
-    """Describe the parts moved by the worst directions at the largest radius, if kept and if there are several."""
-    rho = max(result.rhos)
-    try:
-        shares = [f"{part} {share:.0%}" for part, share in result[rho].by_layer().by_part().items()]
-    except (KeyError, ValueError):
-        return []
-    return [f"moved at rho = {rho:g}: " + ", ".join(shares)] if len(shares) > 1 else []
 
 
 def _doubts(result: SharpnessResult) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quotient_manifolds.linalg import as_count, at_least_float32
+from quotient_manifolds.linalg import as_count, at_least_float32, in_double
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import real_view
@@ -42,8 +42,8 @@ def _build(
             )
     if pairs is None and measure.divides:
         warn_of_unknown(model)
-    division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
-    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype.to_real(), division)
+    found = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
+    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype.to_real(), *found)
     if measure.pair_block is not None:
         raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
     return list(parameters.values()), blocks
@@ -208,7 +208,7 @@ class GeodesicSAM(Optimizer):
                     steps.append(real_view(copies[block.parameter]).contiguous().view(-1))  # that memory, if it may be
                     block.pull_back_(steps[-1], gradients, None)
                     squares.append(torch.linalg.vector_norm(steps[-1]).square())
-            norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
+            norm = float(torch.stack([in_double(s) for s in squares]).sum().sqrt())
             if not 0 < norm < math.inf:
                 return {}
             for block, u in zip(self._blocks, steps, strict=True):

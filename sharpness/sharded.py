@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import finite
+from quotient_manifolds.linalg import finite, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.pairs import in_copy
@@ -56,7 +56,7 @@ class Shards:
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
         check_sharded(model)
-        self.of: dict[Tensor, Tensor] = {}
+        self.of: dict[Tensor, Any] = {}
         self.world = World(next(p for p in model.parameters() if is_sharded(p)).device_mesh.get_group())  # type: ignore[attr-defined]
         stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(p) for p in model.parameters()}
         self.twin = twin_of(model, stand_ins, {})
@@ -77,13 +77,11 @@ class Shards:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def local(self, p: Tensor) -> Tensor:
         """Return this process's rows of a parameter of the twin, as a view of what the model reads."""
-        if p not in self.of:
-            return p.data
-        with torch.no_grad():
-            found: Tensor = self.of[p].to_local()  # type: ignore[attr-defined]
-            return found
+        rows: Tensor = self.of[p].to_local() if p in self.of else p.data
+        return rows
 
     def rows(self, p: Tensor, rank: int | None = None) -> slice:
         """Return which rows lie on a process, by default on this one; the last processes may have fewer, or none."""
@@ -105,7 +103,7 @@ class Shards:
         """Gather the rows of all processes on each of them."""
         from torch.distributed.tensor import DTensor  # which takes long to load
 
-        q: Any = self.of[p]
+        q = self.of[p]
         found = DTensor.from_local(rows, q.device_mesh, q.placements, shape=q.shape, stride=q.stride())
         return found.full_tensor()
 
@@ -139,27 +137,23 @@ class Shards:
         All processes have rows of the same parameters; those without an owner are left out.
         """
         whole = {p: t.new_empty(self.of[p].shape) for p, t in rows.items() if self.is_mine(p)}
-        self._exchange(rows, whole, to_owners=True)
+        self.exchange(rows, whole, to_owners=True)
         return whole
 
-    def spread(self, whole: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
-        """Send full parameters from their owners to ``rows``, which every process has for the same parameters."""
-        self._exchange(rows, whole, to_owners=False)
-
     @torch.no_grad()
-    def _exchange(self, rows: Mapping[Tensor, Tensor], whole: Mapping[Tensor, Tensor], *, to_owners: bool) -> None:
+    def exchange(self, rows: Mapping[Tensor, Tensor], whole: Mapping[Tensor, Tensor], *, to_owners: bool) -> None:
+        """Fill the full parameters of their owners from ``rows``, which every process has, or these from those."""
         moving, ranks = [p for p in rows if p in self.owner], range(self.world.size)
         if not moving:
             return
         theirs = [[rows[p] for p in moving if self.owner[p] == rank] for rank in ranks]
         mine = [[whole[p][self.rows(p, rank)] for p in moving if self.is_mine(p)] for rank in ranks]
-        sent, places = (theirs, mine) if to_owners else (mine, theirs)
+        sent, filled = (theirs, mine) if to_owners else (mine, theirs)
         nothing = rows[moving[0]].new_empty(0)
         flat = [torch.cat([nothing, *(t.reshape(-1) for t in part)]) for part in sent]
-        received = self.world.exchange(flat, [sum(t.numel() for t in into) for into in places])
-        for numbers, into in zip(received, places, strict=True):
-            parts = numbers.split([t.numel() for t in into]) if into else []
-            for t, part in zip(into, parts, strict=True):
+        received = self.world.exchange(flat, [sum(t.numel() for t in into) for into in filled])
+        for numbers, into in zip(received, filled, strict=True):
+            for t, part in zip(into, numbers.split([t.numel() for t in into]), strict=True):
                 t.copy_(part.view(t.shape))
 
 
@@ -175,7 +169,7 @@ class ShardedState(State):
         if p not in self._shards.of or (p not in self and p.dim() < 2):
             return super().of(p)
         rows = self[p] if p in self else self._shards.local(p)
-        return self._shards.whole(p, rows).to(torch.promote_types(p.dtype, torch.float64))
+        return in_double(self._shards.whole(p, rows))
 
     def __setitem__(self, p: Tensor, value: Tensor) -> None:
         super().__setitem__(p, value[self._shards.rows(p)].clone() if p in self._shards.of else value)
@@ -190,13 +184,13 @@ class ShardedSpace(WeightSpace):
 
     Parameters
     ----------
-    model, measure, pairs, classes, only, offload
+    model, measure, pairs, classes, only
         As for :class:`WeightSpace`.
     """
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None, offload: bool = False,
+        classes: bool = False, only: str | None = None,
     ) -> None:  # fmt: skip
         if measure.pair_block is not None:
             raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
@@ -208,7 +202,7 @@ class ShardedSpace(WeightSpace):
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
         of_twin = None if pairs is None else in_copy(pairs, model, shards.twin)
-        super().__init__(shards.twin, measure, of_twin, classes=classes, only=only, offload=offload)
+        super().__init__(shards.twin, measure, of_twin, classes=classes, only=only)
         self.model, self.world, self.given, self.pairs = model, shards.world, pairs, self._all_pairs
         moving, trained = self.parameters.values(), (p for p in model.parameters() if p.requires_grad)
         self.gradients = Gradients([shards.of[p] for p in moving], trained, backward=True)
@@ -217,18 +211,17 @@ class ShardedSpace(WeightSpace):
         shards, form, state = self._shards, None, ShardedState(self._shards)
         if self.measure.form == "canonical":
             self.form = form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
-        division = divide(
+        found, constant, lengths = divide(
             self.model, self.measure, pairs, self.parameters, form=form, only_some=only_some,
-            read=lambda p: state.of(p).to(p.dtype),
+            read=lambda p: state.of(p).to(p.device, p.dtype),
         )  # fmt: skip
-        self._all_pairs = tuple(p for s in division.stacks for p in s.pairs)
-        shards.place(division.stacks, {} if form is None else form.values)
-        mine = [[q for q in s.pairs if shards.is_mine(q.G[0].tensor)] for s in division.stacks]
-        division.stacks = [PairStack(pairs) for pairs in mine if pairs]
-        division.constant = {p: shards.cut(p, mask) for p, mask in division.constant.items()}
-        division.lengths = {p: shards.cut(p, length) for p, length in division.lengths.items()}
+        self._all_pairs = tuple(p for s in found for p in s.pairs)
+        shards.place(found, {} if form is None else form.values)
+        mine = [[q for q in s.pairs if shards.is_mine(q.G[0].tensor)] for s in found]
+        constant, lengths = ({p: shards.cut(p, t) for p, t in of.items()} for of in (constant, lengths))
         here = {name: p for name, p in self.parameters.items() if p not in shards.owner or shards.is_mine(p)}
-        return build_blocks(self.measure, here, self.dtype, division)  # the twin was moved to the base point
+        stacks = [PairStack(pairs) for pairs in mine if pairs]
+        return build_blocks(self.measure, here, self.dtype, stacks, constant, lengths)  # the twin is at the base point
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, of which each process draws its own part."""
@@ -278,7 +271,8 @@ class ShardedSpace(WeightSpace):
     def _show_model(self) -> None:
         reshard(self.model)
         moving = self.parameters.values()
-        self._shards.spread(self.copies, {p: self._rows[p] for p in moving if p in self._shards.owner})
+        rows = {p: self._rows[p] for p in moving if p in self._shards.owner}
+        self._shards.exchange(rows, self.copies, to_owners=False)
 
     def differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Return the gradient of the rows that lie here, and of the pairs that this process owns."""

@@ -17,7 +17,7 @@ from .points import WeightBlock
 #: The parts of a network, in the order of tables.
 PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
 
-#: Layer, part, and number of the attention head or None.
+#: Layer, part, and number of the attention head or None: a :class:`LayerShare` without its share.
 Place = tuple[str, str, int | None]
 
 _OF_PAIRS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA", "glu": "MLP", "relu": "MLP"}
@@ -78,20 +78,19 @@ class LayerShares(list[LayerShare]):
         return {part: share for part, share in found.items() if share > 0}
 
     def __str__(self) -> str:
-        rows: dict[str, dict[str, float]] = {}
+        sums: dict[tuple[str, str], float] = {}
         for s in self:
-            row = rows.setdefault(s.layer, {})
-            row[s.part] = row.get(s.part, 0.0) + s.share
-        wide = max([5, *map(len, rows)])
-        columns = {part: max(7, len(part)) for part in PARTS if any(s.part == part for s in self)}
-        lines = [f"{'layer':<{wide}}" + "".join(f"  {part:>{width}}" for part, width in columns.items())]
-        for layer, row in rows.items():
-            cells = {part: f"{row[part]:.1%}" if part in row else "" for part in columns}
-            lines.append(f"{layer:<{wide}}" + "".join(f"  {cells[part]:>{width}}" for part, width in columns.items()))
-        return "\n".join(lines)
+            sums[s.layer, s.part] = sums.get((s.layer, s.part), 0.0) + s.share
+        parts = [part for part in PARTS if any(part == other for _, other in sums)]
+        rows = [["layer", *parts]]
+        for layer in dict.fromkeys(layer for layer, _ in sums):
+            shares = [sums.get((layer, part)) for part in parts]
+            rows.append([layer, *("" if share is None else f"{share:.1%}" for share in shares)])
+        widths = [max(len(row[0]) for row in rows), *(max(7, len(part)) for part in parts)]
+        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-class Places:
+class NetworkParts:
     """The layer and part to which every entry of every parameter belongs.
 
     Queries and keys, values and outputs are known from the model's pairs, trainable or not; the others from the kind of
@@ -112,7 +111,7 @@ class Places:
         self._inside: dict[Tensor, list[tuple[str, Block]]] = {}
         for pair in pairs:
             for part in pair.G + pair.H + pair.null:
-                self._inside.setdefault(part.tensor, []).append((_part_of_pair(pair), part))
+                self._inside.setdefault(part.tensor, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), part))
         attention = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"}
         tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
         self._layers, self._rest = dict[Tensor, str](), dict[Tensor, str]()
@@ -143,17 +142,13 @@ class Places:
                 layer = self._layers[pair.G[0].tensor]
                 if pair.metric and pair.kind != "point":  # weights that are computed from a point
                     layer = _block(pair.module)
-                yield (layer, _part_of_pair(pair), pair.head), square
+                yield (layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head), square
         else:
             p, squares = block.parameter, c.square()
             for name, part in self._inside.get(p, ()):
                 yield (self._layers[p], name, None), float(part.of(squares).sum())
                 part.of(squares).zero_()
             yield (self._layers[p], self._rest[p], None), float(squares.sum())
-
-
-def _part_of_pair(pair: SymmetricPair) -> str:
-    return _OF_PAIRS.get(pair.kind, "other pairs")
 
 
 def _block(module: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,10 @@ from .distributed import World
 from .measures import Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .points import WeightBlock
-from .shares import Places
+from .shares import NetworkParts
+
+#: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
+_IN_FLOAT32 = 1e-4
 
 
 class Evidence:
@@ -40,8 +44,8 @@ class Evidence:
     @property
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
-        rough = self._space.above_base or torch.is_autocast_enabled(self._space.model_device.type)
-        return HALF_PRECISION / 3 if rough else 1e-4
+        rough = self._space.above_base or torch.is_autocast_enabled(self._space.device.type)
+        return HALF_PRECISION / 3 if rough else _IN_FLOAT32
 
     def see(self, gradient: Mapping[Tensor, Tensor]) -> None:
         """Take note of a gradient with respect to the parameters, at the base point."""
@@ -50,8 +54,8 @@ class Evidence:
         said = self._certification.see(gradient, tolerance=self.tolerance).residuals
         residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
         self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        there = {name for name in self._unreached if space.parameters[name] in gradient}
-        self._unreached -= {name for name in there if bool(gradient[space.parameters[name]].any())}
+        slopes = {name: gradient.get(space.parameters[name]) for name in self._unreached}
+        self._unreached = {name for name, g in slopes.items() if g is None or not bool(g.any())}
 
     def uncertified(self) -> set[str]:
         """Name the pairs of all processes that had no gradient yet."""
@@ -79,19 +83,16 @@ class WeightSpace:
         For measures at the canonical form: the loss uses the logits only through a softmax.
     only : str, optional
         A regular expression. Parameters whose names do not match it are not moved.
-    offload : bool
-        Keep coordinate vectors in main memory, so that the model's device holds those of one block at a time.
 
     Attributes
     ----------
     dtype, device
-        Of the coordinate vectors: the widest dtype among the weights, at least float32.
+        Of the coordinate vectors: the widest dtype among the weights, at least float32; and the weights' device, to
+        which batches belong.
     dim : int
         Number of coordinates.
     blocks : list of ElementwiseBlock, PairBlock or PointBlock
         Squared norms add up over them.
-    model_device : torch.device
-        That of the weights, to which batches belong.
     parameters : dict of str to Tensor
         Those that move, by name.
     copies : dict of Tensor to Tensor
@@ -132,7 +133,7 @@ class WeightSpace:
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None, offload: bool = False,
+        classes: bool = False, only: str | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
@@ -141,8 +142,7 @@ class WeightSpace:
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model, only))
         moving = list(self.parameters.values())
-        self._offload, self.model_device = offload, moving[0].device
-        self.device = torch.device("cpu") if offload else self.model_device
+        self.device = moving[0].device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
         self.above_base = stands_on_narrow_base(model, moving)
         #: Whether the whole half-precision model is in float32 while attached.
@@ -153,15 +153,14 @@ class WeightSpace:
         self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
         self._sizes = [b.dim for b in self.blocks]
         self.dim = sum(self._sizes)
-        last = {p: b for b in self.blocks for p in b.parameters()}
-        self._last_used = [[p for p in b.parameters() if last[p] is b] for b in self.blocks]
+        last = {p: b for b in self.blocks for p in b.parameters}
+        self._last_used = [[p for p in b.parameters if last[p] is b] for b in self.blocks]
         self._pair_blocks = [b for b in self._in_order if isinstance(b, PairBlock)]
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
         self.evidence = Evidence(self, [b.stack for b in self._pair_blocks])
         self.gradients = Gradients(moving, (p for p in model.parameters() if p.requires_grad))
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
-        self._places: Places | None = None
         self.remarks: list[str] = []
 
     def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
@@ -169,23 +168,22 @@ class WeightSpace:
         if self.measure.form == "canonical":
             self.form = canonical_form(self.model, classes=self.classes, pairs=pairs)
         with pointing_to(self.model, {} if self.form is None else self.form.values):
-            division = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
-            return build_blocks(self.measure, self.parameters, self.dtype, division)
+            found = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
+            return build_blocks(self.measure, self.parameters, self.dtype, *found)
 
     def empty(self) -> Tensor:
         """Return a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
-    def each(self, v: Tensor) -> Iterator[tuple[WeightBlock, Tensor]]:
-        """Yield each block with its part of a vector, (dim,), on the model's device."""
-        for block, part in zip(self.blocks, v.split(self._sizes), strict=True):
-            yield block, part.to(self.model_device)
+    def each(self, v: Tensor | None) -> Iterator[tuple[WeightBlock, Any]]:
+        """Iterate over the blocks, each with its part of a vector, (dim,); with None for None, the base point."""
+        return zip(self.blocks, [None] * len(self.blocks) if v is None else v.split(self._sizes), strict=True)
 
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, (dim,), equal on all devices and at all points of an orbit."""
         xi = self.empty()
-        parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
+        parts = dict(self.each(xi))
         for block in self._in_order:
             parts[block].copy_(block.random(generator))
         return xi
@@ -198,7 +196,7 @@ class WeightSpace:
     def project(self, v: Tensor) -> Tensor:
         """Return the horizontal part of a vector, (dim,)."""
         out = self.empty()
-        for (block, c), part in zip(self.each(v), out.split(self._sizes), strict=True):
+        for (block, c), (_, part) in zip(self.each(v), self.each(out), strict=True):
             part.copy_(block.project(c))
         return out
 
@@ -209,11 +207,12 @@ class WeightSpace:
         for block, c in self.each(xi):
             block.vector_(out, c, at_model=True)
         tensors = {name: out[p].cpu() for name, p in self.parameters.items()}
-        if self._places is None:  # finding pairs takes seconds, and there are many directions
-            pairs = find_symmetric_pairs(self.model, include_frozen=True)
-            self._places = Places(self.model, self.parameters, pairs)
-        squares = self._places.squares(self.each(xi))
+        squares = self._parts.squares(self.each(xi))
         return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
+
+    @functools.cached_property
+    def _parts(self) -> NetworkParts:  # finding pairs takes seconds, and there are many directions
+        return NetworkParts(self.model, self.parameters, find_symmetric_pairs(self.model, include_frozen=True))
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
@@ -256,10 +255,9 @@ class WeightSpace:
         Its coordinates, (dim,), horizontal, must not change before the gradient there is taken.
         """
         self._at = xi
-        parts = [None] * len(self.blocks) if xi is None else xi.split(self._sizes)
-        with torch.autocast(self.model_device.type, enabled=False):
-            for block, c in zip(self.blocks, parts, strict=True):
-                block.move_(self.copies, None if c is None else c.to(self.model_device))
+        with torch.autocast(self.device.type, enabled=False):
+            for block, c in self.each(xi):
+                block.move_(self.copies, c)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
@@ -302,13 +300,9 @@ class WeightSpace:
         Each tensor of the gradient is freed after its last block.
         """
         out = self.empty()
-        here = [None] * len(self.blocks) if at is None else at.split(self._sizes)
-        with torch.autocast(self.model_device.type, enabled=False):
-            for block, part, c, last in zip(self.blocks, out.split(self._sizes), here, self._last_used, strict=True):
-                near = torch.empty_like(part, device=self.model_device) if self._offload else part
-                block.pull_back_(near, gradient, None if c is None else c.to(self.model_device))
-                if self._offload:
-                    part.copy_(near)
+        with torch.autocast(self.device.type, enabled=False):
+            for (block, part), (_, c), last in zip(self.each(out), self.each(at), self._last_used, strict=True):
+                block.pull_back_(part, gradient, c)
                 for p in last:
                     gradient.pop(p, None)
         return out

@@ -35,7 +35,8 @@ import quotient_manifolds as qm
 import sharpness
 from quotient_manifolds import optim, symmetries, testing
 from reproduction import cli as laboratory
-from sharpness import cli, data, measures, models, study, texts
+from sharpness import cli, data, measures, models, study
+from sharpness.files import read_table
 
 from . import docs_world, networks
 
@@ -404,7 +405,7 @@ def datasets(rng, world):
         pick(rng, spoilers)(rng, path) for _ in range(int(rng.integers(1, 3))) if path.is_file() or kind == "images"
     ]
     if rng.random() < 0.2 and kind in ("tensors", "table"):
-        read = texts.read_table if kind == "table" else load_batches
+        read = read_table if kind == "table" else load_batches
         return Job(what, call=lambda: read(source))
     how = pick(rng, [["adaptive", "--rho", "0.1"], ["gradient-norm"]])
     return Job(what, ["run", model, source, *more, "--measure", *how, "--steps", "2", "--quiet"])
@@ -596,7 +597,7 @@ def calls(rng, world):
         (symmetries.apply_random_symmetry_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
         (symmetries.block, {"module": one, "attribute": "weight", "rows": slice(None), "columns": slice(None),
                             "transpose": False, "rotary": None}),
-        (symmetries.GL, {"h": 2, "diagonal": False}), (symmetries.spectra, {"pairs": pairs}),
+        (symmetries.GL, {"h": 2, "diagonal": False}),
         (symmetries.stacks, {"pairs": pairs}),
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.GL(2), "name": "a"}),
         (symmetries.PairStack, {"pairs": pairs[:1]}),
@@ -604,7 +605,7 @@ def calls(rng, world):
         (models.load_state_dict, {"path": "xy.pt"}),
         (load_batches, {"source": "xy.pt", "batch_size": 4, "batches": 1, "num_examples": 8, "subset_seed": 0,
                         "device": "cpu"}),
-        (texts.read_table, {"path": "dev.tsv", "header": True}),
+        (read_table, {"path": "dev.tsv", "header": True}),
         (study.read_config, {"path": "sweep.json"}),
         (study.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
         (study.compare, {"rows": study.read_results("done"), "target": "gap", "given": ("train_loss",)}),
@@ -788,7 +789,7 @@ def run_case(surface, number, base):
         for patch in (
             warnings.catch_warnings(), within(world), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
             mock.patch("sharpness.models.load", load), mock.patch("sharpness.demo.train", never),
-            mock.patch("sharpness.study.ranking._RESAMPLES", 30),  # these take the time of a table
+            mock.patch("sharpness.study.tables._RESAMPLES", 30),  # these take the time of a table
             mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"),
         ):  # fmt: skip
             stack.enter_context(patch)

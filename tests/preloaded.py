@@ -4,9 +4,9 @@ import atexit
 import gc
 
 import sharpness.cli
-from tests import sharded, test_second_device
+from tests import sharded, sharded_training, test_second_device
 
-__all__ = ["sharded", "sharpness", "test_second_device"]
+__all__ = ["sharded", "sharded_training", "sharpness", "test_second_device"]
 
 gc.collect()
 gc.freeze()

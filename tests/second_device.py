@@ -8,6 +8,7 @@ rounding. ``Module.to`` replaces the parameters there, so that an optimiser made
 import contextlib
 import functools
 
+import geoopt
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
@@ -15,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAME = "cuda" if torch.cuda.is_available() else "second"
 #: Operations that may read tensors of the CPU.
-_CROSSING = {"_to_copy", "copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
+_CROSSING = {"_to_copy", "copy_", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
 
 #: Whether torch can have devices that are written in Python.
 POSSIBLE = NAME == "cuda" or hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+_DOUBLE = True
 #: Autocast changes nothing on the device.
 _LIBRARY = torch.library.Library("_", "IMPL")
 
@@ -39,6 +41,9 @@ class Remote(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
+        if not _DOUBLE and inner.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"Cannot convert a tensor to {inner.dtype}, which the device {NAME!r} does not support")
+        inner = inner.resolve_conj()  # which the wrapper would not know
         made = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
             device=_register(),
@@ -79,6 +84,24 @@ class Remote(torch.Tensor):
 
     def __repr__(self, **options):
         return f"Remote({self.inner!r})"
+
+
+class RemotePoint(Remote):
+    """A ManifoldParameter on the device: geoopt can make none of such tensors."""
+
+    __class__ = property(lambda self: geoopt.ManifoldParameter)
+    _is_param = True
+
+
+def _manifold_parameter(cls, data=None, manifold=None, requires_grad=True):
+    if not isinstance(data, Remote):
+        return _ON_CPU(cls, data, manifold, requires_grad)
+    made = RemotePoint(data.inner)
+    made.manifold = manifold
+    return made.requires_grad_(requires_grad)
+
+
+_ON_CPU = geoopt.ManifoldParameter.__new__
 
 
 def _run(operation, args, kwargs):
@@ -130,11 +153,17 @@ class _FromNumbers(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def second_device():
-    """Yield the device."""
+def second_device(double=True):
+    """Yield the device, which may refuse double precision."""
+    global _DOUBLE
+    _DOUBLE = double
     if NAME == "cuda":
         yield torch.device(NAME, 0)
         return
     device = _register()
-    with _Operations(), _FromNumbers():
-        yield device
+    geoopt.ManifoldParameter.__new__ = _manifold_parameter
+    try:
+        with _Operations(), _FromNumbers():
+            yield device
+    finally:
+        geoopt.ManifoldParameter.__new__ = _ON_CPU

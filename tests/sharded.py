@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import sharpness
 from sharpness.ascent import gram_matrix
 from sharpness.losses import Objective
-from sharpness.measuring import BatchLoss, measured
+from sharpness.measuring import BatchLoss, attached_space
 from sharpness.perturb import preserved
 from tests import networks
 from tests.extent import EXHAUSTIVE
@@ -71,7 +71,7 @@ def sharded(model):
 
 #: Every measure for one model; the others take turns.
 OF_MODEL = dict.fromkeys(MODELS, MEASURES) | ({} if EXHAUSTIVE else {"llama": MEASURES[:3:2], "bert": MEASURES[5:]})
-#: Other motions, balls and statistics, for all models or for one.
+#: Other motions, balls and statistics, and averages, for all models or for one.
 VARIED = tuple(MODELS) if EXHAUSTIVE else ("vit",)
 
 
@@ -101,14 +101,16 @@ def results(which, model, batches):
     return found
 
 
-def random_vectors(model, batches):
-    """Random vectors of every process, their lengths with all, and an average over them."""
+def random_vectors(which, model, batches):
+    """Random vectors of every process, their lengths with all, and for one model an average over them."""
     objective, state = Objective(), preserved(model)
-    with state, state, measured(model, batches, sharpness.get_measure("geodesic-inv"), objective) as (space, _):
+    with state, state, attached_space(model, batches, sharpness.get_measure("geodesic-inv"), objective) as (space, _):
         one, two, again = (space.random(torch.Generator().manual_seed(seed)) for seed in (0, 1, 0))
         vectors = {"part": one, "same": torch.equal(one, again), "square": space.norm(one) ** 2, "dim": space.dim}
         vectors["horizontal"] = float((space.project(one) - one).norm() / one.norm())
         vectors["products"] = gram_matrix(one, two, world=space.world)[0, 1]
+    if which not in VARIED:
+        return vectors
     mean = sharpness.evaluate(model, batches, statistic="average", num_samples=50, rho=0.003, progress=False)
     return vectors | {"mean": float(mean), "std_error": mean.std_error}
 
@@ -118,7 +120,7 @@ def residuals(model, batches, measure):
     found, objective = {}, Objective()
 
     state = preserved(model)
-    with state, state, measured(model, batches, sharpness.get_measure(measure), objective) as (space, each):
+    with state, state, attached_space(model, batches, sharpness.get_measure(measure), objective) as (space, each):
         for index, batch in each:
             BatchLoss(space, objective, batch, index)
             found.update({pair.name: residual for pair, residual in space.evidence.residuals.items()})
@@ -137,7 +139,7 @@ def measure(rank, size, out, name):
     build, batch = MODELS[name]
     model, batches = sharded(build()), [batch()]
     before = rows_of(model)
-    found = {"results": results(name, model, batches), "random": random_vectors(model, batches)}
+    found = {"results": results(name, model, batches), "random": random_vectors(name, model, batches)}
     torch.save(found | {"untouched": same(before, rows_of(model))}, f"{out}/{name}-{size}-{rank}.pt")
 
 

@@ -1,5 +1,6 @@
 """The core stands alone, and what is shipped is what is there."""
 
+import configparser
 import re
 import subprocess
 import sys
@@ -77,6 +78,17 @@ def test_the_conda_recipe_needs_what_the_wheel_needs():
     conda = required(recipe.partition("  run:\n")[2].partition("\n\n")[0])
     assert conda.pop("python") == re.search(r"python_requires = >=(\S+)", setup)[1]
     assert wheel == conda
+
+
+def test_the_wheel_has_every_package():
+    """And the demo, which lies among the examples."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    found = [path for name in ("quotient_manifolds", "sharpness") for path in (ROOT / name).rglob("__init__.py")]
+    names = [".".join(path.parent.relative_to(ROOT).parts) for path in found]
+    assert sorted(setup["options"]["packages"].split()) == sorted([*names, "sharpness.demo"])
+    assert setup["options"]["package_dir"].strip() == "sharpness.demo = examples/demo"
+    assert (ROOT / "examples" / "demo" / "__init__.py").is_file()
 
 
 def test_one_version():

@@ -2,21 +2,25 @@
 
 import contextlib
 
+import geoopt
 import pytest
 import torch
 
 import sharpness
-from quotient_manifolds import GLQuotientInv, GLQuotientMix, frechet_mean
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, canonical_gauge, frechet_mean
 from quotient_manifolds.optim import (
     canonicalize_lora_,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
 from quotient_manifolds.symmetries import (
+    adapter_pairs,
     apply_random_symmetry_,
+    average_lora_,
     find_symmetric_pairs,
+    manifold_parameters_,
     model_distance,
-    spectra,
+    plain_parameters_,
     verify,
 )
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_, verify_whole
@@ -32,7 +36,8 @@ pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this torch has no devices 
 
 
 def numbers(seed, *size):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    drawn = torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(torch.get_default_dtype())
 
 
 def made(build, batch, **options):
@@ -52,12 +57,12 @@ def text_model(device, **options):
     return model.to(device), batches
 
 
-def searched(measure, steps=2, **options):
+def searched(measure, **options):
+    options = options or {"steps": 2}
+
     def call(device):
         model, batches = picture_model(device)
-        result = sharpness.evaluate(
-            model, batches, measure=measure, rho=[0.02, 0.05], steps=steps, progress=False, **options
-        )
+        result = sharpness.evaluate(model, batches, measure=measure, rho=[0.02, 0.05], progress=False, **options)
         return [float(result[rho]) for rho in (0.02, 0.05)]
 
     return call
@@ -118,31 +123,47 @@ def verified(device):
     assert found.ok
     assert whole.ok
     assert max(found.changes.values()) < 1e-9
-    return [s.min_singular_value_G for s in spectra(find_symmetric_pairs(model))]
+    points = [p.manifold().unpack_tensor(p.gather().detach()) for p in find_symmetric_pairs(model)]
+    return [canonical_gauge(G, H).sigma for G, H in points]
 
 
 def at_the_weights(device):
     model, batches = picture_model(device, layers=1)
     moved = [tuple(t.to(device) for t in b) for b in batches]
-    found = sharpness.hessian(model, batches, num_matvecs=3)
     start = {k: v + 0.01 for k, v in model.state_dict().items()}
     return [
-        float(found), found.trace, float(sharpness.gradient_norm(model, batches)),
         *baselines.norms(model).values(), baselines.distance(model, start), baselines.relative_flatness(model, moved),
         baselines.margin(model, moved), baselines.fisher_trace(model, moved),
         baselines.critical_sharpness(model, moved[0]),
     ]  # fmt: skip
 
 
-def along_the_worst(device):
-    model, batches = picture_model(device)
-    result = sharpness.evaluate(model, batches, rho=0.05, steps=3, progress=False)
-    found = sharpness.profile(model, batches[0], result.direction(0), points=5)
-    return list(found.losses["second-order"])
+def derivatives(measure):
+    def call(device):
+        model, batches = picture_model(device, layers=1)
+        found = sharpness.hessian(model, batches, measure=measure, num_matvecs=3, progress=False)
+        norm = sharpness.gradient_norm(model, batches, measure=measure, progress=False)
+        return [float(found), found.trace, float(norm)]
+
+    return call
+
+
+def along_the_worst(measure):
+    def call(device):
+        model, batches = picture_model(device)
+        result = sharpness.evaluate(model, batches, measure=measure, rho=0.05, steps=3, progress=False)
+        found = sharpness.profile(model, batches[0], result.direction(0), points=5)
+        with sharpness.perturbed(model, result.direction(0)):
+            moved = [float(p.detach().norm()) for p in model.parameters()]
+        return [*found.losses["second-order"], *moved]
+
+    return call
 
 
 def adapters(device):
-    model, [batch] = made(lambda: adapted(networks.bert(layers=1), ["query", "value"]), networks.text)
+    model, [batch] = made(
+        lambda: adapted(networks.bert(layers=1), ["query", "value"]).to(torch.get_default_dtype()), networks.text
+    )
     canonicalize_lora_(model.to(device))
     optimiser = create_quotient_lora_optimizer(model, lr=1e-2)
     batch = {k: v.to(device) for k, v in batch.items()}
@@ -152,6 +173,96 @@ def adapters(device):
         loss.backward()
         optimiser.step()
     return loss
+
+
+def averaged(device):
+    """The mean of adapters, and their distances, with heads matched and not."""
+    model, _ = made(lambda: adapted(networks.bert(layers=1), ["query", "value"]), networks.text)
+    for name in ("other", "mean"):
+        model.add_adapter(name, model.peft_config["default"])
+    for i, p in enumerate(adapter_pairs(model, ["other"], include_frozen=True)):
+        p.scatter_(numbers(i, *p.gather().shape))
+    model.to(torch.get_default_dtype()).to(device)
+    average_lora_(model, ["default", "other"], "mean", weights=[1, 2])
+    points = [p.gather().detach() for p in adapter_pairs(model, ["mean"], include_frozen=True)]
+    one, two = (text_model(device, layers=1)[0] for _ in range(2))
+    for p in two.parameters():
+        p.data *= 1.01
+    return [*torch.cat([x.cpu().flatten() for x in points]).tolist(), model_distance(one, two, match="heads").total]
+
+
+class Unknown(torch.nn.Module):
+    """Attention of one head."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (torch.nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        projected = (p(x) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(torch.nn.functional.scaled_dot_product_attention(*projected))
+
+
+class OfPoints(torch.nn.Module):
+    """Points of manifolds, with numbers that belong to one of them."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+        self.ball = geoopt.PoincareBall(0.8).to(device)
+        self.words = self.point(0.3 * numbers(0, 5, 3).tanh(), self.ball)
+        self.spd = self.point(torch.eye(3, device="cpu") + 0.1, geoopt.SymmetricPositiveDefinite())
+        self.heads = self.point(numbers(1, 2, 7, 2), GLQuotientMix(4, 3))
+        self.complex = self.point(torch.complex(numbers(2, 7, 2), numbers(3, 7, 2)), GLQuotientInv(4, 3))
+
+    def point(self, x, manifold):
+        return geoopt.ManifoldParameter(x.to(self.device), manifold=manifold)
+
+    def forward(self, data):
+        products = [p.manifold.to_matrix(p) for p in (self.heads, self.complex)]
+        found = [*products, self.words, self.spd]
+        return sum((torch.view_as_real(x) if x.is_complex() else x).tanh().square().sum() for x in found) * data.mean()
+
+
+def points(device):
+    model, batch = OfPoints(device), [torch.ones(2)]
+    options = {"progress": False, "loss_fn": lambda model, data: model(data)}
+    found = [
+        *(
+            float(sharpness.evaluate(model, batch, measure=m, steps=3, **options))
+            for m in ("geodesic-inv", "geodesic-mix")
+        ),
+        float(sharpness.evaluate(model, batch, statistic="average", num_samples=2, **options)),
+        float(sharpness.gradient_norm(model, batch, **options)),
+        float(sharpness.hessian(model, batch, num_matvecs=3, **options)),
+    ]
+    optimiser = sharpness.GeodesicSAM(model, geoopt.optim.RiemannianSGD(model.parameters(), lr=0.1), rho=0.05)
+
+    def closure():
+        optimiser.zero_grad()
+        loss = model(batch[0].to(device))
+        loss.backward()
+        return loss
+
+    return found + [float(optimiser.step(closure).detach()) for _ in range(2)]
+
+
+def heads_as_points(device):
+    model, [batch] = text_model(device)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    manifold_parameters_(model)
+    value = sharpness.evaluate(model, [batch], rho=0.05, steps=2, progress=False)
+    plain_parameters_(model)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    return [float(value)]
+
+
+def examined(device):
+    """Attention of unknown classes."""
+    model, [(x, _)] = made(lambda: networks.shake(Unknown()), lambda: (numbers(0, 2, 5, 4), None))
+    found = find_symmetric_pairs(model.to(device), batch=x.to(device))
+    assert [str(p.group) for p in found] == ["GL(4)", "GL(4)"], found
+    return [float(apply_random_symmetry_(model, pairs=found))]
 
 
 def sharpness_aware(device):
@@ -170,12 +281,19 @@ def sharpness_aware(device):
 CALLS = {
     **{name: searched(name) for name in sharpness.MEASURES},
     "apgd": searched("geodesic-inv", ascent="apgd", steps=3),
-    "micro-batches": searched("geodesic-inv", micro_batch=5),
-    "offload": searched("geodesic-inv", offload=True),
+    "micro-batches": searched("geodesic-inv", micro_batch=5, steps=2),
     "means": means,
+    "average": searched("geodesic-inv", statistic="average", num_samples=2),
     "at the weights": at_the_weights,
-    "along the worst": along_the_worst,
+    "derivatives": derivatives("geodesic-inv"),
+    "derivatives of the whole": derivatives("complete-mix"),
+    "along the worst": along_the_worst("geodesic-inv"),
+    "along the worst of the whole": along_the_worst("complete-mix"),
     "adapters": adapters,
+    "averaged": averaged,
+    "points": points,
+    "heads as points": heads_as_points,
+    "examined": examined,
     "sharpness-aware": sharpness_aware,
     "distances": distances,
     "turned": turned,
@@ -190,18 +308,25 @@ CALLS = {
 #: Calls that are made with the device as torch's default.
 BY_DEFAULT = ("geodesic-inv", "complete-mix", "turned", "verified", "distances", "adapters", "sharpness-aware")
 
+#: Calls that move between devices only where one of them has no double precision.
+RARE = ("average", "averaged", "points", "heads as points", "examined", "along the worst of the whole")
+
 #: Calls that every run makes with the CPU as the default: one of those that are alike, and none that the others make.
-SOME = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, "euclidean", "adaptive", "complete-inv", "means", "mix"}))
+SOME = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, "euclidean", "adaptive", "complete-inv", "means", "mix", *RARE}))
+
+#: What is made without double precision: all but the baselines of the studies.
+NARROW = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, "at the weights"}))
 
 
-def same_numbers(names, by_default):
+def same_numbers(names, by_default, double=True):
     """Compare calls on the CPU and on the device, in a process whose autograd engine has not started."""
-    torch.set_default_dtype(torch.float64)
-    with second_device() as device, device if by_default else contextlib.nullcontext():
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
+    rtol, atol = (1e-5, 1e-8) if double else (1e-4, 1e-5)
+    with second_device(double) as device, device if by_default else contextlib.nullcontext():
         found = {name: _numbers(CALLS[name](device)) for name in names}
     for name in names:
         expected = _numbers(CALLS[name](torch.device("cpu")))
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(found[name], expected, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def _numbers(found):
@@ -221,6 +346,14 @@ def test_results_are_those_of_the_cpu_where_another_device_is_the_default(tmp_pa
     ended_well(together(1, same_numbers, BY_DEFAULT, True, folder=tmp_path))
 
 
+@pytest.mark.skipif(NAME == "cuda", reason="that device has double precision")
+@pytest.mark.parametrize("by_default", [False, True], ids=["", "by-default"])
+def test_a_device_without_double_precision_is_not_asked_for_it(by_default, tmp_path):
+    """As Apple's; the numbers are those that single precision has on the CPU."""
+    names = BY_DEFAULT if by_default else NARROW
+    ended_well(together(1, same_numbers, names, by_default, False, folder=tmp_path))
+
+
 def mixed():
     with second_device() as device:
         x = torch.ones(2, 2, device=device)
@@ -231,6 +364,8 @@ def mixed():
             x.add_(torch.ones(2, 2))
         if NAME == "cuda":  # which keeps the parameters
             return
+        with second_device(double=False), pytest.raises(TypeError, match="float64, which the device"):
+            x.double()
         layer = torch.nn.Linear(2, 2)
         before = list(layer.parameters())
         assert not any(p is q for p, q in zip(layer.to(device).parameters(), before, strict=True))

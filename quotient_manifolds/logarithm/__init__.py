@@ -1,5 +1,5 @@
 """Logarithm and distance on the GL(h) quotients: paths between two orbits, their minimisation, and the search."""
 
-from .distance import distance, logmap
+from .search import distance, logmap
 
 __all__ = ["distance", "logmap"]

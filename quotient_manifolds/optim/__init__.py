@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,7 @@ OPTIMIZERS: dict[str, type[QuotientAdam] | type[QuotientMuon]] = {"adam": Quotie
 
 
 def create_quotient_lora_optimizer(
-    model: nn.Module,
-    *,
-    lr: float,
-    optimizer: str = "adam",
-    adapter_names: Sequence[str] | None = None,
-    other_params_lr: float | None = None,
-    **options: Any,
+    model: nn.Module, *, lr: float, optimizer: str = "adam", adapter_names: Sequence[str] | None = None, **options: Any
 ) -> QuotientOptimizer:
     """Create an optimiser for a model with LoRA adapters of peft, instead of AdamW.
 
@@ -52,6 +46,9 @@ def create_quotient_lora_optimizer(
         Learning rate of all parameters outside pairs: ``modules_to_save``, biases, DoRA's magnitudes, and adapters that
         form no pair (a warning names them; there may be no others). By default ``lr`` for Adam and ``lr / 20`` for
         Muon, which is a starting point. Vectors and biases do not decay.
+    others : {"adamw", "muon"}
+        What trains parameters outside pairs. With ``"muon"``, ``torch.optim.Muon`` trains the weights of linear layers,
+        except embeddings and the last layer, at AdamW's rate (``adjust_lr_fn="match_rms_adamw"``), and AdamW the rest.
     **options
         ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and other options of the optimiser.
 
@@ -62,7 +59,7 @@ def create_quotient_lora_optimizer(
     Raises
     ------
     ValueError
-        There is no trainable adapter, or an adapter is unknown.
+        There is no trainable adapter, an adapter is unknown, or this torch (before 2.9) has no Muon.
 
     Notes
     -----
@@ -87,9 +84,8 @@ def create_quotient_lora_optimizer(
     if not pairs:
         raise ValueError(f"the model has no LoRA adapter of peft with two trainable factors{_no_adapter(model)}")
     chosen = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-    others = {} if chosen is None else {a: own for a, own in adapter_tensors(model).items() if a not in chosen}
-    left = {id(t) for own in others.values() for t in own.values()}
-    return _create(model, pairs, left, lr, other_params_lr, optimizer, options)
+    others = [own.values() for a, own in adapter_tensors(model).items() if chosen is not None and a not in chosen]
+    return _create(model, pairs, {t for own in others for t in own}, optimizer, {"lr": lr, **options})
 
 
 def create_quotient_optimizer(
@@ -97,9 +93,7 @@ def create_quotient_optimizer(
     *,
     lr: float,
     optimizer: str = "adam",
-    pairs: Sequence[SymmetricPair] | None = None,
-    others: str = "adamw",
-    other_params_lr: float | None = None,
+    pairs: Iterable[SymmetricPair] | None = None,
     **options: Any,
 ) -> QuotientOptimizer:
     """Create an optimiser for a model's trainable weights, with attention heads (and adapters) on the quotient.
@@ -110,14 +104,11 @@ def create_quotient_optimizer(
         Plain, DDP-wrapped or compiled.
     lr : float
         Learning rate.
-    pairs : sequence of SymmetricPair, optional
+    pairs : iterable of SymmetricPair, optional
         By default ``find_symmetric_pairs(model, key_bias="drop")``: the key bias has no effect, and its gradient is
         pure rounding error, which Adam would scale up to full steps; it is not trained. With ``batch=…`` that also
         finds those of attention classes that this package does not know.
-    others : {"adamw", "muon"}
-        What trains parameters outside pairs. With ``"muon"``, ``torch.optim.Muon`` trains the weights of linear layers,
-        except embeddings and the last layer, at AdamW's rate (``adjust_lr_fn="match_rms_adamw"``), and AdamW the rest.
-    optimizer, other_params_lr, **options
+    optimizer, others, other_params_lr, **options
         As for :func:`create_quotient_lora_optimizer`.
 
     Returns
@@ -145,8 +136,8 @@ def create_quotient_optimizer(
         from ..symmetries.registry import candidates
 
         pairs = find_symmetric_pairs(model, key_bias="drop")
-        unknown = candidates(model).values()
-        names = {type(m).__name__ for m in unknown if any(p.requires_grad for p in m.parameters())}
+        unknown = [m for m in candidates(model).values() if any(p.requires_grad for p in m.parameters())]
+        names = {type(m).__name__ for m in unknown}
         if names:
             advice = (
                 f"attention of classes that are not known here ({', '.join(sorted(names))}) forms no pair until it is "
@@ -155,10 +146,7 @@ def create_quotient_optimizer(
             if all(p.group is None for p in pairs):
                 raise ValueError(advice)
             warnings.warn(f"AdamW trains parts of the model: {advice}", stacklevel=2)
-    if others not in ("adamw", "muon") or (others == "muon" and not hasattr(torch.optim, "Muon")):
-        raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
-    hidden = _hidden(model, pairs) if others == "muon" else set[Tensor]()
-    return _create(model, pairs, set(), lr, other_params_lr, optimizer, options, hidden)
+    return _create(model, list(pairs), (), optimizer, {"lr": lr, **options})
 
 
 def _no_adapter(model: nn.Module) -> str:
@@ -182,32 +170,32 @@ def _hidden(model: nn.Module, pairs: Sequence[SymmetricPair]) -> set[Tensor]:
     return {m.weight for m in layers} - {layers[-1].weight, *tables} if layers else set()
 
 
-def _is_matrix(w: nn.Parameter) -> bool:
-    """Tell matrices, with one row too, and kernels from vectors, such as DoRA's magnitudes of a convolution."""
-    return w.dim() == 2 or sum(size > 1 for size in w.shape) > 1
-
-
 def _create(
-    model: nn.Module,
-    pairs: Sequence[SymmetricPair],
-    left: set[int],
-    lr: float,
-    other_lr: float | None,
-    optimizer: str,
-    options: dict[str, Any],
-    hidden: Collection[Tensor] = (),
+    model: nn.Module, pairs: Sequence[SymmetricPair], left: Collection[Tensor], kind: str, options: dict[str, Any]
 ) -> QuotientOptimizer:
     """Make parameter groups: pairs, other matrices, vectors and biases, which do not decay, and matrices for Muon."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
-    mine = {id(b.tensor) for p in pairs if p.group is not None for b in p.G + p.H}
-    rate = other_lr if other_lr is not None else lr * OPTIMIZERS[optimizer].rest
-    groups: list[dict[str, Any]] = [{"rest": rate / lr if lr else 1.0, "lr": lr}, {"lr": rate}, {"lr": rate}]
-    groups[2]["weight_decay"] = 0.0
-    groups.append({"lr": rate, "others": "Muon", "adjust_lr_fn": "match_rms_adamw"})
+    if type(model).__name__ == "DeepSpeedEngine":
+        raise ValueError(
+            "the model is a DeepSpeedEngine, which gives optimisers flat copies of its parameters; use DDP or FSDP2"
+        )
+    lr, others, rate = options.pop("lr"), options.pop("others", "adamw"), options.pop("other_params_lr", None)
+    if kind not in OPTIMIZERS:
+        raise ValueError(f'optimizer must be "adam" or "muon", got {kind!r}')
+    if others not in ("adamw", "muon") or (others == "muon" and not hasattr(torch.optim, "Muon")):
+        raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
+    rate = lr * OPTIMIZERS[kind].rest if rate is None else rate
+    mine = {b.tensor for p in pairs if p.group is not None for b in p.G + p.H}
+    hidden = _hidden(model, pairs) if others == "muon" else ()
+    groups: list[dict[str, Any]] = [
+        {"lr": lr, "rest": rate / lr if lr else 1.0},
+        {"lr": rate},
+        {"lr": rate, "weight_decay": 0.0},
+        {"lr": rate, "others": "Muon", "adjust_lr_fn": "match_rms_adamw"},
+    ]
     for name, w in model.named_parameters():
-        if not w.requires_grad or id(w) in left:
-            continue
-        kind = 0 if id(w) in mine else 3 if w in hidden else 1 if _is_matrix(w) and not name.endswith("bias") else 2
-        groups[kind].setdefault("params", []).append(w)
-    return OPTIMIZERS[optimizer]([g for g in groups if "params" in g], pairs, lr, **options)
+        # Matrices have one row, too, and kernels several sizes; magnitudes of DoRA's convolutions are vectors.
+        vector = name.endswith("bias") or (w.dim() != 2 and sum(size > 1 for size in w.shape) < 2)
+        if w.requires_grad and w not in left:
+            group = groups[0 if w in mine else 3 if w in hidden else 2 if vector else 1]
+            group.setdefault("params", []).append(w)
+    return OPTIMIZERS[kind]([g for g in groups if "params" in g], pairs, lr, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -15,11 +16,13 @@ from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification, NotASymmetryError
+from ..symmetries.modules import is_sharded
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, trace, wide
-from .pairs import alone, check_places, group_of, orientation, reasons
-from .stack import Stack, explain, restored
+from .pairs import alone, check_places, explain, group_of, orientation, reasons
+from .sharded import Shards, cut, full
+from .stack import Stack, restored
 
 Gradients = Mapping[Tensor, Tensor]
 
@@ -28,18 +31,26 @@ _NO_PAIR = (
     "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights are "
     "trainable, or use torch.optim.AdamW"
 )
-
 _TOO_LARGE = (
     "pair {!r}: its product is too large for the dtype of its factors; it takes no step until that changes; lower the "
     "learning rate, or make the factors smaller"
 )
-
-
 #: Who saved a state without pairs.
 _UNKNOWN = (
     "an optimiser without pairs, such as AdamW (or by torch.distributed.checkpoint's get_optimizer_state_dict, which "
     "leaves the pairs out: save optimizer.state_dict() itself)"
 )
+#: The least positive number.
+_TINY = 5e-324
+#: Options: from where, below which number, and in words.
+_OPTIONS = {
+    "lr": (0, 1e30, "a number of at least 0"),
+    "weight_decay": (0, 1e30, "a number of at least 0"),
+    "betas": (0, 1, "two numbers in [0, 1)"),
+    "eps": (_TINY, math.inf, "positive (a factor without a gradient is divided by it)"),
+    "momentum": (0, 1, "a number in [0, 1)"),
+    "max_grad_norm": (_TINY, math.inf, "positive (None turns clipping off)"),
+}
 
 
 class QuotientOptimizer(Optimizer):
@@ -60,18 +71,14 @@ class QuotientOptimizer(Optimizer):
     """
 
     certify, rest, others = True, 1.0, "AdamW"
-    #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
-    _step_supports_amp_scaling = True
 
-    def __init__(self, params: Any, pairs: Iterable[SymmetricPair], **defaults: Any) -> None:
-        self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
-        self._stacks, self._places, self._warned = list[Stack](), dict[nn.Module, dict[str, Tensor]](), set[str]()
-        self._skipped: Tensor | int = 0
-        self._others = dict[str, Optimizer]()
-        super().__init__(params, defaults)
+    def __init__(self, params: Any, pairs: Iterable[SymmetricPair], options: dict[str, Any]) -> None:
+        self._stacks, self._places = list[Stack](), dict[nn.Module, dict[str, Tensor]]()
+        self._warned, self._skipped = set[str](), torch.tensor(0)
+        if unknown := options.keys() - _OPTIONS.keys():
+            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
+        super().__init__(params, {"weight_decay": 0.0, "max_grad_norm": None, **options})
         self.add_pairs(pairs)
-        if not self._pairs and not any(p.kind == "lora" for p in self._alone):
-            raise ValueError(_NO_PAIR.format(f" ({reasons(self._alone)})" if self._alone else ""))
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,11 +91,12 @@ class QuotientOptimizer(Optimizer):
         Its ``lr`` holds for all of them; without one, that of the optimiser does, as for the groups it was made with.
         """
         group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
-        pairs = group.pop("pairs", ())
+        pairs = group.pop("pairs", None)
         check_options({**self.defaults, **group}, self.defaults)
         super().add_param_group(group)
         try:
-            self.add_pairs(pairs)
+            if pairs is not None:
+                self.add_pairs(pairs)
         except Exception:
             self.param_groups.pop()
             raise
@@ -99,56 +107,57 @@ class QuotientOptimizer(Optimizer):
         Adapters that form no pair are trained like parameters outside pairs, and a warning names them.
         """
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        found, given = list(self._pairs), check_pairs(pairs)
-        known = {b.key for p in found for b in p.G + p.H}
+        given, known = check_pairs(pairs), {b.key for s in self._stacks for p in s.given for b in p.G + p.H}
         chosen: dict[tuple[Any, ...], list[SymmetricPair]] = {}
         for i, pair in enumerate(given):
             keys = {b.key for b in pair.G + pair.H}
             group = None if keys & known else group_of(pair, home)
             if group is None:
                 continue
-            flipped = orientation(pair)
-            if flipped is None:
+            if (flipped := orientation(pair)) is None:
                 given[i] = refused(pair, f"both factors have a rank below {pair.usable_group().h}")
                 continue
             known |= keys
-            found.append(pair)
             # Adapters take turns: those that are switched off stay out of the others' stacks.
             chosen.setdefault((group, flipped, pair.scale, pair.part), []).append(pair)
-        self._pairs = found
-        position = {id(p): i for i, p in enumerate(found)}
         for (group, flipped, *_), members in chosen.items():
-            for stack in stacks(members):
-                self._stacks.append(Stack(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
-        self._cover()
+            self._stacks += [Stack(found.pairs, flipped, group) for found in stacks(members)]
         check_places(self._places, home)
-        models = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
-        models = [*dict.fromkeys([*self._places, *models])]
+        self._cover()
+        owners = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
+        models = dict.fromkeys([*self._places, *owners])
         self._places = {m: {name: p for name, p in m.named_parameters() if p in home} for m in models}
-        self._alone = alone(given, {p for p in home if p not in self._covered or p in self._partly})
-        if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
+        left = alone(given, {p for p in home if p not in self._covered or p in self._partly})
+        if not self._stacks and not any(p.kind == "lora" for p in left):
+            raise ValueError(_NO_PAIR.format(f" ({reasons(left)})" if left else ""))
+        if left:
             what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
-            which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"
-            others = dict.fromkeys(group["others"] for group in self.param_groups)
-            warnings.warn(f"{' or '.join(others)} trains {which}", stacklevel=5)
+            others = " or ".join(dict.fromkeys(group["others"] for group in self.param_groups))
+            which = f"{len(left)} of {len(given)} {what}, which form no pair: {reasons(left)}"
+            warnings.warn(f"{others} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
+        sharded = [p for s in self._stacks for p in s.pairs.parameters() if is_sharded(p)]
+        self._shards = Shards(sharded)
+        self._stacks = [part for s in self._stacks for part in self._shards.split(s)]
         self._certification = Certification(s.pairs for s in self._stacks)
         self._covered = coverage(s.pairs for s in self._stacks)
-        self._partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
+        partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
+        self._partly = {p: cut(p, mask) if is_sharded(p) else mask for p, mask in partly.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, and return the loss of the closure, which is called once.
 
         On the CPU, NaN or infinite gradients and an anchor without full rank raise a ValueError, and neither weights
-        nor state change; under a ``GradScaler``, infinite gradients skip the step with a warning. On other devices such
-        a step changes nothing either, but :meth:`state_dict` alone says so, for the host need not wait for the device.
+        nor state change. On other devices such a step changes nothing either, but :meth:`state_dict` alone says so, for
+        the host need not wait for the device.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        own = {p: None for group in self.param_groups for p in group["params"]}  # in this order
-        check_places(self._places, own)
+        own = dict.fromkeys(p for group in self.param_groups for p in group["params"])
+        if check_places(self._places, own):
+            self._cover()
         gradients = {p: p.grad for p in own if p.grad is not None}
         if any(g.is_sparse for g in gradients.values()):
             raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
@@ -159,75 +168,71 @@ class QuotientOptimizer(Optimizer):
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
-            gradients = {p: g.to(at_least_float32(g.dtype)) / scale.to(g.device) for p, g in gradients.items()}
-        stacks = [s for s in self._stacks if s.begin(gradients)]
+        places = self._shards.places
+        weights = self._shards.whole({p: p for p in places})
+        whole = {**gradients, **self._shards.whole({p: gradients[p] for p in places if p in gradients})}
+        running = [s for s in self._stacks if s.begin(whole, weights)]
         outside = {p: g for p, g in gradients.items() if p not in self._covered}
         outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
-        for s in stacks:
-            s.measure(self._metric, double=not on_cpu(s.sizes) and s.steps % 8 == 0)
-            if on_cpu(s.sizes) and not s.straight:
-                s.measure(self._metric, double=True)
-        if not (stacks or outside) or not self._is_sound(stacks, gradients, outside):
+        for s in running:
+            s.measure(self._metric, *((False, True) if on_cpu(s.sizes) else (s.steps % 8 == 0,)))
+        if not (running or outside) or not self._is_sound(running, whole, outside):
             return
-        if self.certify and any(s.awaits(self._certification.open) for s in stacks):
-            self._certify(gradients)
-        for s in stacks:
+        # At steps 1, 2, 3, 5, 9, and so on: pairs without a gradient, such as experts without tokens, keep waiting, and
+        # looking reads from the device.
+        looking = [s for s in running if s.steps & (s.steps - 1) == 0]
+        if self.certify and any(not self._certification.open.isdisjoint(s.pairs.pairs) for s in looking):
+            self._certify(whole, weights)
+        for s in running:
             s.steps += 1
-            if on_cpu(s.sizes) and s.straight:
+            if s.straight:
                 continue
-            crooked = s.straighten_(self._metric)
-            s.restrict(~crooked)
-            if not on_cpu(crooked):
-                self._skipped = self._skipped + crooked.any()
-            elif bool(crooked.any()):
-                self._warn_once("too large", _TOO_LARGE.format(s.name(crooked)))
+            stays = s.straighten_(self._metric)
+            s.restrict(~stays)
+            if not on_cpu(stays):
+                self._skipped = self._skipped.to(stays.device) + stays.any()
+            elif bool(stays.any()):
+                self._warn_once("too large", _TOO_LARGE.format(s.name(stays)))
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
-            outside = _clip(float(bound), stacks, outside)
+            outside = _clip(float(bound), running, outside)
         if outside:
-            _step_others(self, self._others, self._partly, outside)
-        for s in stacks:
+            _step_others(self, self._partly, outside)
+        ends = {p: torch.zeros_like(w) for p, w in weights.items()}
+        for s in (s for s in running if s.owner in (None, self._shards.rank)):
+            s.into = None if s.owner is None else ends
             group = self.param_groups[s.group]
-            if not s.state and ("eps" in group or group["momentum"]):  # gradient descent without momentum has none
-                s.state = self._new_state(s)
+            s.state = s.state or self._new_state(s)
             before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
             self._step_pairs(group, s)
             s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())
+        self._shards.write_(ends, running)
+        for s in running:
+            if not on_cpu(s.sizes):
+                del s.x, s.g, s.end
 
-    def _is_sound(self, stacks: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
-        """Return whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
-        found_inf = getattr(self, "found_inf", None)
+    def _is_sound(self, running: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
+        """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
-        sums = [s.sizes for s in stacks]
-        sums += [g.sum(dtype=at_least_float32(g.dtype))[None] for g in outside.values()]
-        finite = (torch.cat([v.to(sums[0].device) for v in sums]).abs() < torch.inf).all()
-        finite = finite if found_inf is None else (found_inf == 0).all()
-        sound = finite
-        for s in stacks:
-            sound = sound & s.sound().all().to(finite.device)
-        if not on_cpu(finite):
-            self._skipped = self._skipped + ~(sound if found_inf is None else sound | ~finite)
-            for s in stacks:
-                s.restrict(sound.to(s.x[0].device))
+        sums = [s.sizes for s in running]
+        sums += [full(g.sum(dtype=at_least_float32(g.dtype)))[None] for g in outside.values()]
+        sound = (torch.cat([v.to(sums[0].device) for v in sums]).abs() < torch.inf).all()
+        for s in running:
+            sound = sound & s.sound().all().to(sound.device)
+        if not on_cpu(sound):
+            self._skipped = self._skipped.to(sound.device) + ~sound
+            for s in running:
+                s.restrict(sound.to(s.sizes.device))
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
         if bool(sound):
             return True
-        if found_inf is not None and not bool(finite):
-            warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
-            return False
-        explain(stacks, gradients)
+        explain(running, gradients)
 
-    def _certify(self, gradients: Gradients) -> None:
-        """Raise for a pair that is no symmetry of the loss; warn where the gradient may be one at other weights.
-
-        It may if no pair has passed. Pairs of adapters are symmetries by their making.
-        """
-        found = self._certification.see(gradients)
+    def _certify(self, gradients: Gradients, weights: Gradients) -> None:
+        """Raise for a pair that is no symmetry; warn if none has passed, or only adapters, which are ones, fail."""
+        found = self._certification.see(gradients, weights)
         try:
             found.check()
         except NotASymmetryError as error:
@@ -248,7 +253,7 @@ class QuotientOptimizer(Optimizer):
 
     def _new_state(self, s: Stack) -> dict[str, Tensor]:
         """Return the state of a stack before its first step."""
-        return {f"moment {side}": m.zero_() for side, m in zip("GH", s.empty(), strict=True)}
+        return {f"moment {side}": m.zero_() for side, m in zip("GH", s.room(), strict=True)}
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         """Update the pairs of a stack, and their state."""
@@ -270,9 +275,12 @@ class QuotientOptimizer(Optimizer):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        stacks = [s.saved() for s in self._stacks]
-        more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "stacks": stacks}
-        return copy.deepcopy({**super().state_dict(), **more})
+        whole = self._shards.join(self._stacks, self._new_state)
+        stacks = [{k: getattr(s, k) for k in ("names", "flipped", "group", "steps", "state")} for s in whole]
+        more = {"kind": type(self).__name__, "pairs": [name for s in stacks for name in s["names"]], "stacks": stacks}
+        found = {**super().state_dict(), **more}
+        found["state"] = {i: {k: full(v) for k, v in state.items()} for i, state in found["state"].items()}
+        return copy.deepcopy(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
@@ -282,36 +290,40 @@ class QuotientOptimizer(Optimizer):
                 "the model's weights and start a new optimiser with a short warm-up of the rate"
             )
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
-        sizes = [[len(g["params"]) for g in groups] for groups in (saved["param_groups"], self.param_groups)]
-        # An adapter may have reached full rank since the saved optimiser was created.
-        pairs = [p for p in self._pairs if p.name in saved["pairs"] or sizes[0] != sizes[1]]
-        if saved["pairs"] != [p.name for p in pairs]:
-            differing = sorted(set(saved["pairs"]) ^ {p.name for p in pairs})[:3]
-            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
-        stacks = [restored(entry, [pairs[i] for i in entry["members"]], self._new_state) for entry in saved["stacks"]]
+        named = dict[str, list[SymmetricPair]]()
+        for p in (p for s in self._stacks for p in s.given):
+            named.setdefault(p.name, []).append(p)
+        names = Counter(name for entry in saved["stacks"] for name in entry["names"])
+        if missing := sorted(names - Counter({name: len(pairs) for name, pairs in named.items()})):
+            raise ValueError(f"the state belongs to other pairs: {', '.join(missing[:3])}")
+        # Others have reached full rank since the saved optimiser was created.
+        found = [restored(e, [named[name].pop(0) for name in e["names"]], self._new_state) for e in saved["stacks"]]
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
-        self._pairs, self._stacks = pairs, stacks
+        for w, state in self.state.items():
+            if is_sharded(w):
+                state.update((k, cut(w, v)) for k, v in state.items() if isinstance(v, Tensor) and v.shape == w.shape)
+        self._stacks = found
         self._cover()
 
 
-def _clip(bound: float, stacks: Sequence[Stack], outside: Gradients) -> dict[Tensor, Tensor]:
+def _clip(bound: float, running: Sequence[Stack], outside: Gradients) -> dict[Tensor, Tensor]:
     """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
-    squares = [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
-    for s in stacks:
+    squares = [full(torch.linalg.vector_norm(wide(g))).square() for g in outside.values()]
+    for s in running:
         K_inv = s.metric.inverse_roots
         squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
     norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
     factor = (bound / (norm + 1e-12)).clamp_max(1.0)
-    for s in stacks:
+    for s in running:
         torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
     return {p: g * factor.to(g.device) for p, g in outside.items()}
 
 
-def _step_others(
-    optimizer: QuotientOptimizer, others: dict[str, Optimizer], partly: Gradients, gradients: Gradients
-) -> None:
+def _step_others(optimizer: QuotientOptimizer, partly: Gradients, gradients: Gradients) -> None:
     """Let optimisers of torch update the parameters outside pairs, and the other entries of those in pairs."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    kept = {p: p.grad for p in gradients}
+    for p, g in gradients.items():
+        p.grad = g.to(p.dtype)
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p in gradients]
         lr = group["rest"] * float(group["lr"])
@@ -322,22 +334,13 @@ def _step_others(
         for p in params:
             if p in partly and p.dim() > 1:  # vectors do not decay
                 p.mul_(torch.where(partly[p], 1, 1 - decay))
-        own = {**group, "params": params, "lr": lr, "weight_decay": 0.0}
-        groups.setdefault(group["others"], []).append(own)
-    kept = [(p, p.grad) for p in gradients]
-    for p, g in gradients.items():
-        p.grad = g.to(p.dtype)
-    for name, some in groups.items():
-        if name not in others:
-            others[name] = getattr(torch.optim, name)([torch.zeros(1, 1)], lr=0.0)
-        others[name].state, others[name].param_groups = optimizer.state, [{**others[name].defaults, **g} for g in some]
-        others[name].step()
-    for p, grad in kept:
+        if params:
+            own = {**group, "params": params, "lr": lr, "weight_decay": 0.0}
+            others = getattr(torch.optim, group["others"])([own])
+            others.state = optimizer.state
+            others.step()
+    for p, grad in kept.items():
         p.grad = grad
-
-
-#: The least positive number.
-_TINY = 5e-324
 
 
 def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
@@ -348,17 +351,12 @@ def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> 
 
 def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise for an option of a parameter group that is out of range."""
-    betas, bound, common = group.get("betas", (0, 0)), group["max_grad_norm"], defaults["max_grad_norm"]
-    two = isinstance(betas, tuple | list) and len(betas) == 2
-    conditions = {
-        "lr must be a number of at least 0": is_number(group["lr"], 0, 1e30),
-        "weight_decay must be a number of at least 0": is_number(group["weight_decay"], 0, 1e30),
-        "betas must be two numbers in [0, 1)": two and all(is_number(b, 0, 1) for b in betas),
-        "eps must be positive (a factor without a gradient is divided by it)": is_number(group.get("eps", 1), _TINY),
-        "momentum must be a number in [0, 1)": is_number(group.get("momentum", 0), 0, 1),
-        "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
-        "max_grad_norm clips all groups together; pass it to the optimiser, not to a group": bound == common,
-    }
-    for words, holds in conditions.items():
-        if not holds:
-            raise ValueError(f"{words}, got {group.get(words.split()[0])!r}")
+    for name, (least, below, words) in _OPTIONS.items():
+        value = group.get(name)
+        if name not in group or (name == "max_grad_norm" and value is None):
+            continue
+        values = value if name == "betas" and isinstance(value, tuple | list) else [value]
+        if len(values) != (2 if name == "betas" else 1) or not all(is_number(v, least, below) for v in values):
+            raise ValueError(f"{name} must be {words}, got {value!r}")
+    if group["max_grad_norm"] != defaults["max_grad_norm"]:
+        raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")

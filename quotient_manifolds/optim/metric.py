@@ -21,7 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Metric", "RidgeMetric", "inverse_root", "trace", "wide"]
+from ..linalg import has_double, in_double
+
+__all__ = ["Metric", "inverse_root", "trace", "wide"]
 
 #: A pair moves to another gauge if its H is larger or smaller than 1 by this factor: inverses would leave the range
 #: of float32.
@@ -29,8 +31,8 @@ _SIZE = 1e12
 
 
 def wide(X: Tensor) -> Tensor:
-    """Widen to double precision, in which small matrices are computed, where the device supports it."""
-    return X if X.device.type == "mps" else X.to(torch.promote_types(X.dtype, torch.float64))
+    """Widen to double precision, in which small matrices are computed, unless that means to leave the device."""
+    return in_double(X) if has_double(X.device.type) else X
 
 
 def on_cpu(X: Tensor) -> bool:
@@ -75,7 +77,8 @@ class Metric:
     scale : float
         s.
     floor : Tensor, optional
-        Multiple of :math:`N^{-1}` in :math:`\hat M`, (…, 1, 1); by default 1.
+        Multiple of :math:`N^{-1}` in :math:`\hat M`, (…, 1, 1), by default 1. With it the step of H is that of a ridge
+        regression: 0 where the product has no singular value.
 
     Attributes
     ----------
@@ -84,7 +87,7 @@ class Metric:
     """
 
     def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | None = None) -> None:
-        self._scale, self._M, self._eye = scale, M, eye_like(M)
+        self._scale, self._M, self._floor, self._eye = scale, M, floor, eye_like(M)
         self._N = Factorised(N, self._eye)
         ridge = self._N.inverse if floor is None else floor * self._N.inverse
         self._W = Factorised(torch.add(ridge, M, alpha=scale**2), self._eye)
@@ -92,8 +95,15 @@ class Metric:
 
     @property
     def inverse_roots(self) -> Tensor:
-        """K⁻¹ of G and of H, (…, 2, h, h)."""
-        return torch.stack([self._N.L_inv / self._scale, self._W.L_inv], dim=-3)
+        r"""K⁻¹ of G and of H, or :math:`R \hat M^{-1}` of H with :math:`s^2 M = R^H R`; (…, 2, h, h)."""
+        of_H = self._W.L_inv
+        if self._floor is not None:
+            least = (
+                torch.finfo(self._M.dtype).eps ** 0.75
+            )  # R exists at M = 0, too; like all here a function of the orbit
+            raised = torch.add(least * self._W.S, self._M, alpha=self._scale**2)
+            of_H = Factorised(raised, self._eye).L.mH @ self._W.inverse
+        return torch.stack([self._N.L_inv / self._scale, of_H], dim=-3)
 
     def straight(self, condition: float) -> Tensor:
         """Return where a sound H is in range, and its columns are as near to orthonormal ones as a condition; (…)."""
@@ -122,17 +132,6 @@ class Metric:
         T_G = self._N.inverse @ across_H
         across_G = torch.add(T_G @ Factorised(N, self._eye).inverse, across_G, alpha=self._scale**2)
         return torch.stack([T_G, self._W.inverse @ across_G], dim=-3)
-
-
-class RidgeMetric(Metric):
-    r"""The metric whose step of H is that of a ridge regression: 0 where the product has no singular value."""
-
-    @property
-    def inverse_roots(self) -> Tensor:
-        r"""K⁻¹ of G, and :math:`R \hat M^{-1}` of H with :math:`s^2 M = R^H R`, (…, 2, h, h)."""
-        least = torch.finfo(self._M.dtype).eps ** 0.75  # R exists at M = 0, too; like all here a function of the orbit
-        R = Factorised(torch.add(least * self._W.S, self._M, alpha=self._scale**2), self._eye).L.mH
-        return torch.stack([self._N.L_inv / self._scale, R @ self._W.inverse], dim=-3)
 
 
 #: Coefficients (a, b, c) of s ↦ as + bs³ + cs⁵: the best compositions on [1e-3, 1] (Amsel et al. 2025, "Polar

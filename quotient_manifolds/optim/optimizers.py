@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
-from .metric import Factorised, Metric, RidgeMetric, eye_like, inverse_root, trace, wide
+from .metric import Factorised, Metric, eye_like, inverse_root, trace, wide
 from .stack import Stack
 
+Pairs = Iterable[SymmetricPair]
+Betas = tuple[float, float]
 #: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
 _LEAST = 1e-3
 #: Rank at which an entry of d is a full step: that of peft's LoraConfig, where rates of AdamW are known.
@@ -96,16 +98,13 @@ class QuotientAdam(QuotientOptimizer):
     def __init__(
         self,
         params: Any,
-        pairs: Iterable[SymmetricPair],
+        pairs: Pairs,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        max_grad_norm: float | None = None,
+        **options: Any,
     ) -> None:
-        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-        super().__init__(params, pairs, lr=lr, betas=betas, eps=eps, **more)
+        super().__init__(params, pairs, {"lr": lr, "betas": betas, "eps": eps, **options})
 
     def _new_state(self, s: Stack) -> dict[str, Tensor]:
         state = super()._new_state(s)
@@ -123,7 +122,7 @@ class QuotientAdam(QuotientOptimizer):
         V = K_inv @ C @ K_inv.mH
         V.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(V)[..., None], alpha=_LEAST)
         R = K_inv.mH @ inverse_root(V)
-        u = [torch.view_as_real(v).flatten(-2) if v.is_complex() else v for v in s.times(s.g, R, "end")]
+        u = [torch.view_as_real(v).flatten(-2) if v.is_complex() else v for v in s.times(s.g, R, s.end)]
         torch._foreach_mul_(u, u)
         squares = torch.cat([v.sum(-1, keepdim=True) for v in u], dim=1)  # h r, which takes √h from the rate
         rows = state["rows"].lerp_(squares, 1 - beta2) / second.to(s.dtype)
@@ -200,20 +199,9 @@ class QuotientMuon(QuotientOptimizer):
     True
     """
 
-    def __init__(
-        self,
-        params: Any,
-        pairs: Iterable[SymmetricPair],
-        lr: float = 0.02,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-        super().__init__(params, pairs, lr=lr, momentum=momentum, betas=betas, eps=eps, **more)
+    def __init__(self, params: Any, pairs: Pairs, lr: float = 0.02, momentum: float = 0.9, **options: Any) -> None:
+        others = {"betas": (0.9, 0.999), "eps": 1e-8}
+        super().__init__(params, pairs, {"lr": lr, "momentum": momentum, **others, **options})
 
     rest = 1 / 20  # .001 instead of .02
 
@@ -225,12 +213,12 @@ class QuotientMuon(QuotientOptimizer):
             raised = M.clone()
             raised.diagonal(dim1=-2, dim2=-1).add_(trace(M)[..., None].clamp_min(1e-24), alpha=1e-6)
             L = Factorised(raised, eye_like(M))
-            Q = torch.bmm(s.x[0], L.L_inv.mH.to(s.x[0].dtype), out=s.room("end")[0])
+            Q = torch.bmm(s.x[0], L.L_inv.mH.to(s.x[0].dtype), out=s.end[0])
             M = L.L @ wide(Q.mH @ Q) @ L.L.mH
         step = float(group["lr"]) / (4 * (1 - group["momentum"]))
         floor = (_LEAST_PRODUCT * s.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
         # 0 for a learning rate of 0 at G = 0
-        return RidgeMetric(M, N, s.scale, torch.where(floor > 0, floor, 1))
+        return Metric(M, N, s.scale, torch.where(floor > 0, floor, 1))
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
@@ -238,9 +226,9 @@ class QuotientMuon(QuotientOptimizer):
             torch.add(g, m, alpha=momentum, out=m)
             torch.add(g, m, alpha=momentum, out=g)
         # Where the product lacks rank F is large, and u small: its Gram matrix comes after the product with F.
-        u = s.times(s.g, F.mH, "end")
+        u = s.times(s.g, F.mH, s.end)
         u, grams = s.grams(u, sizes := s.norms(u))
-        d = s.times(u, inverse_root(grams) * sizes[:, None, None], "g")
+        d = s.times(u, inverse_root(grams) * sizes[:, None, None], s.g)
         s.advance_(d, -lr / 2 * F, lr * group["weight_decay"], transport=False)
 
 
@@ -290,20 +278,13 @@ class QuotientSGD(QuotientOptimizer):
     True
     """
 
-    def __init__(
-        self,
-        params: Any,
-        pairs: Iterable[SymmetricPair],
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        *,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-        super().__init__(params, pairs, lr=lr, momentum=momentum, **more)
+    def __init__(self, params: Any, pairs: Pairs, lr: float = 1e-3, momentum: float = 0.0, **options: Any) -> None:
+        super().__init__(params, pairs, {"lr": lr, "momentum": momentum, **options})
 
     others = "SGD"
+
+    def _new_state(self, s: Stack) -> dict[str, Tensor]:
+        return super()._new_state(s) if self.param_groups[s.group]["momentum"] else {}
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots

@@ -1,8 +1,9 @@
-"""Which of an optimiser's parameters form pairs, and whether they still lie in their model."""
+"""Which of an optimiser's parameters form pairs, whether they still lie in their model, and can take a step."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +12,32 @@ from ..linalg import at_least_float32, column_rank_ratio
 from ..symmetries.lora import lora_layers
 from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
+from ..symmetries.stacks import PairStack
 from .metric import wide
+from .sharded import full
+from .stack import Stack
 
 #: What has become of parameters that are not where they were.
 _GONE = (
     "have been replaced or deleted since this optimiser was created (load_state_dict(assign=True), delete_adapter, "
-    "merge_and_unload, or FSDP2 and DeepSpeed, whose shards have no geometry of their own); create it anew, or use DDP"
+    "merge_and_unload, fully_shard, or DeepSpeed, whose shards have no geometry of their own); create it anew"
 )
 
 
-def check_places(places: Mapping[nn.Module, Mapping[str, Tensor]], own: Collection[Tensor]) -> None:
-    """Raise if parameters have left their model, where others would stay untrained, or are merged into others."""
+def check_places(places: Mapping[nn.Module, dict[str, Tensor]], own: Collection[Tensor]) -> bool:
+    """Raise if parameters have left their model, where others would stay untrained, or are merged into others.
+
+    Those that were replaced in the model and in the optimiser alike, as accelerate does with FSDP2, have not; return
+    whether there are any.
+    """
+    moved = False
     for model, named in places.items():
-        inside = set(model.parameters())
-        gone = [name for name, p in named.items() if p not in own or p not in inside]
+        inside = dict(model.named_parameters())
+        new = {name: inside[name] for name, p in named.items() if p not in own and inside.get(name) in own}
+        named.update(new)
+        moved |= bool(new)
+        present = set(inside.values())
+        gone = [name for name, p in named.items() if p not in own or p not in present]
         if gone:
             more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
             raise ValueError(f"{gone[0]!r}{more} of the model {_GONE}")
@@ -34,17 +47,19 @@ def check_places(places: Mapping[nn.Module, Mapping[str, Tensor]], own: Collecti
                 f"adapter {merged[0]!r} is merged into the base weights, which a step of its factors does not reach; "
                 "call unmerge_adapter() first"
             )
+    return moved
 
 
 def alone(pairs: Iterable[SymmetricPair], own: Collection[Tensor]) -> list[SymmetricPair]:
     """List what forms no pair, but has matrices among ``own``: in its module, or, where a part is frozen, in itself."""
-    found = [(p.model, p) for p in pairs if p.group is None and p.model is not None]
-    modules: dict[tuple[nn.Module, str], nn.Module] = {}
-    for model in {model for model, _ in found}:
-        plain = plain_names(model)
-        modules.update(((model, plain(path)), m) for path, m in model.named_modules())
-    parts = [(p, p.parameters() if p.frozen else modules[model, p.module].parameters()) for model, p in found]
-    return [p for p, tensors in parts if any(t in own and t.dim() > 1 for t in tensors)]
+    found = []
+    for p in pairs:
+        if p.group is None and p.model is not None:
+            plain = plain_names(p.model)
+            module = next(m for path, m in p.model.named_modules() if plain(path) == p.module)
+            tensors = p.parameters() if p.frozen else module.parameters()
+            found += [p] if any(t in own and t.dim() > 1 for t in tensors) else []
+    return found
 
 
 def reasons(pairs: Iterable[SymmetricPair]) -> str:
@@ -63,27 +78,22 @@ def group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
     inside = {home[b.tensor] for b in blocks if b.tensor in home}
     if pair.group is None or not inside:
         return None
-    for b in blocks:
-        if b.tensor not in home:
-            raise ValueError(
-                f"pair {pair.name!r}: {b.place} is not among the optimiser's parameters but the rest of the pair is; "
-                "pass both factors"
-            )
-        if b.tensor.is_complex():
-            raise ValueError(
-                f"pair {pair.name!r} is a complex point (RoPE), but this optimiser trains real weights; call "
-                "plain_parameters_ before, or train the points by geoopt's optimisers"
-            )
-        if is_sharded(b.tensor):
-            raise ValueError(
-                f"pair {pair.name!r} has a sharded parameter ({type(b.tensor).__name__}; FSDP, DTensor or ZeRO-3), but "
-                "its geometry needs whole factors; use DDP, or keep these modules out of the sharding"
-            )
-    if len(inside) > 1:
-        raise ValueError(
-            f"pair {pair.name!r} is split over the parameter groups {sorted(inside)}; put both of its factors into one "
-            "group, because they move together"
-        )
+    missing = next((b.place for b in blocks if b.tensor not in home), "")
+    kinds = {type(b.tensor).__name__ if is_sharded(b.tensor) else "" for b in blocks}
+    whole = kinds in ({""}, {"DTensor"})
+    wrong = {
+        f": {missing} is not among the optimiser's parameters but the rest of the pair is; pass both factors": missing,
+        " is a complex point (RoPE), but this optimiser trains real weights; call plain_parameters_ before, or train "
+        "the points by geoopt's optimisers": any(b.tensor.is_complex() for b in blocks),
+        " has a sharded parameter (FSDP1, ZeRO-3, or FSDP2 of a part of it), but its geometry needs whole factors; use "
+        "DDP or FSDP2, or keep these modules out of the sharding": not whole,
+        f" is split over the parameter groups {sorted(inside)}; put both of its factors into one group, because they "
+        "move together": len(inside) > 1,
+        " is on the meta device; load its weights before making an optimiser": any(b.tensor.is_meta for b in blocks),
+    }
+    for words, holds in wrong.items():
+        if holds:
+            raise ValueError(f"pair {pair.name!r}{words}")
     return inside.pop()
 
 
@@ -92,16 +102,14 @@ def orientation(pair: SymmetricPair) -> bool | None:
 
     None for an adapter of which both factors lack full rank, but not so far that gradients could not move it.
     """
-    if any(b.tensor.is_meta for b in pair.G + pair.H):
-        raise ValueError(f"pair {pair.name!r} is on the meta device; load its weights before making an optimiser")
-    x = pair.gather().detach()
+    x = PairStack([pair]).gather({p: full(p.detach()) for p in pair.parameters()})[0]
     tolerance = x.shape[-1] * torch.finfo(at_least_float32(x.real.dtype)).eps
-    full = [
+    G, H = (
         X.shape[-2] >= X.shape[-1] and bool((column_rank_ratio(wide(X)) > tolerance).all())
         for X in x.split([pair.n, pair.m], dim=-2)
-    ]
-    if any(full):
-        return not full[1]
+    )
+    if G or H:
+        return not H
     if pair.kind == "lora" and bool(x.any()):
         return None
     raise ValueError(
@@ -109,3 +117,19 @@ def orientation(pair: SymmetricPair) -> bool | None:
         "where the quotient has no metric; initialise one of them with a full-rank matrix, lower the rank, or leave "
         "the pair out"
     )
+
+
+def explain(running: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoReturn:
+    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
+    if not all(bool(full(bad := g).isfinite().all()) for g in gradients.values()):
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
+            "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
+        )
+    for s in running:
+        if bool((unsound := ~s.sound()).any()):
+            raise ValueError(
+                f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank "
+                "since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+            )
+    raise ValueError("the sum of a gradient's squares is beyond the range of its dtype; no weight was changed")

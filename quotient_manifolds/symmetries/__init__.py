@@ -8,7 +8,7 @@ from .certificate import Certificate, NotASymmetryError, certify
 from .lora import adapter_pairs, lora_pairs_by_name
 from .modules import default_forward
 from .pairs import SymmetricPair, factor_pair, pair
-from .stacks import PairStack, spectra, stacks
+from .stacks import PairStack, stacks
 
 if TYPE_CHECKING:
     from .attention import Heads, Projection, attention_pairs
@@ -45,7 +45,6 @@ __all__ = [
     "plain_parameters_",
     "register_attention",
     "skip",
-    "spectra",
     "stacks",
     "verify",
 ]

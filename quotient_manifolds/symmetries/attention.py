@@ -8,23 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .blocks import GL, Block, block
+from .blocks import GL, PLANES, Block, block
 from .lora import is_lora, lora_factors, lora_obstacle
 from .pairs import TIED, SymmetricPair
-
-#: How RoPE pairs dimensions.
-PLANES = ("half", "interleaved")
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """Some dimensions of one head of a size: ``count`` from ``offset``, perhaps planes that RoPE rotates."""
-
-    head: int
-    size: int
-    offset: int
-    count: int
-    rotary: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +67,10 @@ class Rows:
     attribute: str
     shared: bool
 
-    def input_blocks(self, d: Dimensions) -> tuple[Block, ...]:
+    def input_blocks(self, head: int, size: int) -> tuple[Block, ...]:
         """Return the rows of a head; none if heads have another size than the rows."""
-        if getattr(self.module, self.attribute).shape[-1] != d.size:
-            return ()
-        rows, columns = slice(d.head, d.head + 1), slice(d.offset, d.offset + d.count)
-        return (block(self.module, self.attribute, slice(None) if self.shared else rows, columns, rotary=d.rotary),)
+        rows = block(self.module, self.attribute, slice(None) if self.shared else slice(head, head + 1))
+        return (rows,) if rows.size[1] == size else ()
 
 
 @dataclass(frozen=True)
@@ -141,37 +125,37 @@ class Projection:
         weight: torch.Tensor = getattr(self.module, self.weight)
         return int((weight if self.weight == "weight" else weight.flatten(1)).shape[into == self.conv1d])
 
-    def _slice(self, d: Dimensions, start: int, stride: int) -> slice:
-        group, number = divmod(d.head, self.per)
-        first = start + group * (stride or d.size * self.per) + number * d.size + d.offset
-        return slice(first, first + d.count)
+    def _slice(self, head: int, size: int, start: int, stride: int) -> slice:
+        group, number = divmod(head, self.per)
+        first = start + group * (stride or size * self.per) + number * size
+        return slice(first, first + size)
 
-    def input_blocks(self, d: Dimensions) -> tuple[Block, ...]:
-        """Return rows of a stack for a projection *into* head space: the weight, and whatever adds to its output."""
-        dims = self._slice(d, self.start, self.stride)
+    def input_blocks(self, head: int, size: int) -> tuple[Block, ...]:
+        """Return a head's rows for a projection *into* head space: the weight, and whatever adds to its output."""
+        dims = self._slice(head, size, self.start, self.stride)
         rows, columns = (slice(None), dims) if self.conv1d else (dims, slice(None))
-        blocks = [block(self.module, self.weight, rows, columns, transpose=not self.conv1d, rotary=d.rotary)]
+        blocks = [block(self.module, self.weight, rows, columns, transpose=not self.conv1d)]
         for _, (owner, attribute) in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
-            blocks.append(block(owner, attribute, dims, transpose=True, rotary=d.rotary))
+            blocks.append(block(owner, attribute, dims, transpose=True))
             if getattr(owner, "bias", None) is not None:
-                blocks.append(block(owner, "bias", dims, rotary=d.rotary))
-        return (*blocks, *self.bias_blocks(d), *(b for p in self.further for b in p.input_blocks(d)))
+                blocks.append(block(owner, "bias", dims))
+        return (*blocks, *self.bias_blocks(head, size), *(b for p in self.further for b in p.input_blocks(head, size)))
 
-    def bias_blocks(self, d: Dimensions) -> tuple[Block, ...]:
+    def bias_blocks(self, head: int, size: int) -> tuple[Block, ...]:
         """Return the bias as one more row; empty if there is no bias."""
         owner = self.bias_module or self.module
         if getattr(owner, self.bias, None) is None:
             return ()
         start = self.start if self.bias_start is None else self.bias_start
-        dims = self._slice(d, start, self.stride if self.bias_module is None else 0)
-        return (block(owner, self.bias, dims, rotary=d.rotary),)
+        dims = self._slice(head, size, start, self.stride if self.bias_module is None else 0)
+        return (block(owner, self.bias, dims),)
 
-    def output_blocks(self, d: Dimensions) -> tuple[Block, ...]:
+    def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
         """Return rows of a stack for a projection *out of* head space: the head's slice of the weight."""
-        dims = self._slice(d, self.start, self.stride)
+        dims = self._slice(head, size, self.start, self.stride)
         rows, columns = (dims, slice(None)) if self.conv1d else (slice(None), dims)
-        weight = block(self.module, self.weight, rows, columns, transpose=self.conv1d, rotary=d.rotary)
-        return (weight, *(block(*A, columns=dims, rotary=d.rotary) for A, _ in lora_factors(self.module)))
+        weight = block(self.module, self.weight, rows, columns, transpose=self.conv1d)
+        return (weight, *(block(*A, columns=dims) for A, _ in lora_factors(self.module)))
 
     def obstacle(self, examined: bool) -> str:
         """Explain why the module is not linear in its weight (and LoRA's); empty if it is."""
@@ -192,28 +176,28 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
     """
     size, turned = heads.size, heads.rotary_size if heads.group in PLANES else 0
     reason = heads.reason or one.obstacle(heads.examined) or two.obstacle(heads.examined)
-    parts: list[tuple[str, GL, Dimensions]] = []
+    parts: list[tuple[str, GL, int, int, str | None]] = []
     if turned:
         planes = GL(turned // 2, diagonal=True, field="complex")
-        parts.append(("rotary" if kind == "qk" else "", planes, Dimensions(0, size, 0, turned, heads.group)))
+        parts.append(("rotary" if kind == "qk" else "", planes, 0, turned, heads.group))
     if turned < size:
         diagonal, positive = heads.group in ("diagonal", "positive"), heads.group == "positive"
-        others = GL(size - turned, diagonal=diagonal, positive=positive)
-        parts.append(("", others, Dimensions(0, size, turned, size - turned)))
+        parts.append(("", GL(size - turned, diagonal=diagonal, positive=positive), turned, size - turned, None))
     for i in range(heads.number):
         j = i * heads.kv_number // heads.number
         if reason:
             yield SymmetricPair(name, kind, None, head=i, reason=reason)
             continue
-        for part, group, dims in parts:
-            mine, shared = replace(dims, head=i), replace(dims, head=j)
-            G = one.input_blocks(shared if kind == "vo" else mine)
-            H = two.output_blocks(mine) if kind == "vo" else two.input_blocks(shared)
+        G = one.input_blocks(j if kind == "vo" else i, size)
+        H = two.output_blocks(i, size) if kind == "vo" else two.input_blocks(j, size)
+        null = two.bias_blocks(j, size) if kind == "qk" and heads.key_bias_null else ()
+        for part, group, start, count, rotary in parts:
             if {b.key for b in G} & {b.key for b in H}:
                 yield SymmetricPair(name, kind, None, head=i, part=part, reason=TIED)
             else:
-                null = kind == "qk" and heads.key_bias_null and shared.rotary is None
-                yield SymmetricPair(name, kind, group, G, H, i, part, null=two.bias_blocks(shared) if null else ())
+                factors = (G, H, () if rotary else null)
+                g, h, no_effect = (tuple(b.part(start, count, rotary) for b in blocks) for blocks in factors)
+                yield SymmetricPair(name, kind, group, g, h, i, part, null=no_effect)
 
 
 def attention_pairs(

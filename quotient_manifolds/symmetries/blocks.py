@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from ..linalg import standard_normal
 from .modules import check_model
 
+#: How RoPE pairs dimensions.
+PLANES = ("half", "interleaved")
+
 
 @dataclass(frozen=True)
 class GL:
@@ -160,16 +163,18 @@ class Block:
         part = view(torch.empty(shape, dtype=torch.complex64 if whole.is_complex() else None, device="meta"))
         return cls(module, attribute, shape, int(part.storage_offset()), tuple(part.shape), tuple(part.stride()))
 
+    def part(self, start: int, count: int, rotary: str | None = None) -> Block:
+        """View some of the columns, as they are or in the planes of two that RoPE rotates."""
+        down, right = self.stride
+        size = (count,) if rotary is None else (count // 2, 2)
+        stride = {None: (right,), "half": (right, right * (count // 2)), "interleaved": (2 * right, right)}[rotary]
+        offset = self.offset + start * right
+        return Block(self.module, self.attribute, self.shape, offset, (self.rows, *size), (down, *stride))
+
     def of(self, whole: Tensor) -> Tensor:
         """View the block in a contiguous tensor of the parameter's shape."""
         whole = real_view(whole)
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
-
-    def replaced(self, whole: Tensor, rows: Tensor) -> Tensor:
-        """Copy a tensor of the parameter's shape, with other numbers where the block lies; differentiable."""
-        changed = whole.clone(memory_format=torch.contiguous_format)
-        self.of(changed).copy_(rows)
-        return changed
 
 
 def block(
@@ -203,7 +208,7 @@ def block(
     Raises
     ------
     ValueError
-        The parameter is a single number, or ``rotary`` has another value.
+        The parameter is a single number, or ``rotary`` has another value, or splits an odd number of columns.
 
     Examples
     --------
@@ -221,21 +226,29 @@ def block(
         if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
             whole = whole.flatten(1)
         if whole.dim() == 1:
-            part = whole[rows].unsqueeze(0)
-        elif whole.dim() == 2:
-            part = whole[rows, columns].T if transpose else whole[rows, columns]
-        else:
+            return whole[rows].unsqueeze(0)
+        if whole.dim() == 0:
             name = f"{attribute} of {type(module).__name__}"
             raise ValueError(f"{name} is a single number; a block needs a matrix or vector")
-        if rotary == "half":
-            return part.unflatten(1, (2, -1)).transpose(1, 2)
-        if rotary == "interleaved":
-            return part.unflatten(1, (-1, 2))
-        if rotary is not None:
-            raise ValueError(f'rotary pairing must be "half" or "interleaved", got {rotary!r}')
-        return part
+        return whole[rows, columns].T if transpose else whole[rows, columns]
 
-    return Block.from_view(module, attribute, view)
+    found = Block.from_view(module, attribute, view)
+    if rotary is None:
+        return found
+    count = found.size[1]
+    if rotary not in PLANES or count % 2:
+        raise ValueError(f'rotary pairing must be "half" or "interleaved", of pairs of dimensions, got {rotary!r}')
+    return found.part(0, count, rotary)
+
+
+def masks(blocks: Iterable[Block]) -> dict[Tensor, Tensor]:
+    """Return, for every parameter of some blocks, which of its entries belong to them."""
+    found: dict[Tensor, Tensor] = {}
+    for b in blocks:
+        if (t := b.tensor) not in found:
+            found[t] = torch.zeros(real_view(t).shape, dtype=torch.bool, device=t.device)
+        b.of(found[t]).fill_(True)
+    return found
 
 
 class Run(NamedTuple):
@@ -299,8 +312,9 @@ class BlockStack:
             of_rows.append(rows[points, own_rows])
             if tensor is None:
                 of_tensors.append(rows.new_zeros(b.size))
-            else:
-                whole = real_view(tensor.contiguous())
+            else:  # Block.of in place: this runs for every block at every step
+                whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+                whole = real_view(whole) if whole.is_complex() else whole
                 of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
         return of_rows, of_tensors
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double, standard_normal
 from .blocks import random_elements, real_view
+from .modules import Run
 from .pairs import UNCERTIFIED, SymmetricPair
 from .stacks import PairStack, stacks
 
@@ -159,7 +160,9 @@ PROBES = 8
 
 
 @torch.no_grad()
-def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+def orbit_residuals(
+    stack: PairStack, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None
+) -> Tensor:
     r"""Return ‖ΩCᴴ‖ relative to its larger term, of every pair of a stack; NaN for 0/0.
 
     Ω is the identity up to h = 8, else Gaussian of shape (8, h): ΩCᴴ costs h/8 times less than C; with the few rows on
@@ -172,20 +175,28 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
         wide = torch.promote_types(wide, gradients.get(p, like).dtype)
     probe = torch.eye(h, dtype=wide, device=like.device)
     if h > PROBES:
-        real = torch.empty(0, dtype=torch.float64, device=like.device)
+        real = torch.empty(0, dtype=torch.float64, device="cpu")
         probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
     one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
-    for pairs, of_G, x, slope in stack.views(gradients):
-        if of_G:
-            one[pairs] += (probe @ slope.to(wide).mH) @ x.to(wide)
-        else:
-            two[pairs] += (probe @ x.to(wide).mH) @ slope.to(wide)
+    for run in stack.runs:
+        p = run.block.tensor
+        if p in gradients:
+            both = (weights or {}).get(p, p), gradients[p]
+            x, slope = (stack.group.to_point(run.block.of(t.contiguous())).to(wide) for t in both)
+            if run.rows.start < stack.n:
+                one[run.points] += (probe @ slope.mH) @ x
+            else:
+                two[run.points] += (probe @ x.mH) @ slope
     sizes = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim()))) for t in (one - two, one, two)]
     return sizes[0] / torch.maximum(sizes[1], sizes[2])
 
 
 def certify(
-    found: Iterable[PairStack], gradients: Mapping[Tensor, Tensor], *, tolerance: float = HALF_PRECISION
+    found: Iterable[PairStack],
+    gradients: Mapping[Tensor, Tensor],
+    *,
+    tolerance: float = HALF_PRECISION,
+    weights: Mapping[Tensor, Tensor] | None = None,
 ) -> Certificate:
     """Check with the gradient of a loss whether assumed symmetries of the weights hold.
 
@@ -198,6 +209,8 @@ def certify(
     tolerance : float
         Residuals up to this count as rounding. The default is for half precision, because a float32 gradient does not
         show whether half precision was used; 1e-4 is enough for one that was computed in float32.
+    weights : mapping of Tensor to Tensor, optional
+        Read instead of the parameters, by parameter, where these are sharded.
 
     Returns
     -------
@@ -214,15 +227,15 @@ def certify(
     >>> certify(pairs, {p: p.grad for p in layer.parameters()}, tolerance=1e-4).failures
     ()
     """
-    all_residuals = [pr for s in found for pr in zip(s.pairs, orbit_residuals(s, gradients).tolist(), strict=True)]
+    all_residuals = [
+        pr for s in found for pr in zip(s.pairs, orbit_residuals(s, gradients, weights).tolist(), strict=True)
+    ]
     unreached = tuple(p for p, r in all_residuals if math.isnan(r))
     return Certificate({p: r for p, r in all_residuals if not math.isnan(r)}, unreached, tolerance)
 
 
 @torch.enable_grad()
-def output_gradients(
-    run: Callable[[], Iterable[Tensor]], parameters: Sequence[Tensor], generator: torch.Generator
-) -> dict[Tensor, Tensor]:
+def output_gradients(run: Run, parameters: Sequence[Tensor], generator: torch.Generator) -> dict[Tensor, Tensor]:
     """Return the gradients, by parameter, of a random linear function of outputs; ``.grad`` holds them afterwards."""
     for p in parameters:
         p.requires_grad_()
@@ -236,7 +249,7 @@ def output_gradients(
 
 def largest(numbers: Iterable[float]) -> float:
     """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
-    return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
+    return float(torch.tensor([0.0, *numbers], dtype=torch.float64, device="cpu").max())
 
 
 def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
@@ -288,9 +301,7 @@ def moved(pairs: Sequence[SymmetricPair], condition: float = CONDITION, seed: in
 
 
 @torch.no_grad()
-def broken(
-    pairs: Iterable[SymmetricPair], run: Callable[[], Sequence[Tensor]], tolerance: float = ROUNDING
-) -> list[SymmetricPair]:
+def broken(pairs: Iterable[SymmetricPair], run: Run, tolerance: float = ROUNDING) -> list[SymmetricPair]:
     """Find the layers of which moves change the outputs of ``run``; the weights are as before afterwards.
 
     All pairs are moved together, and halved as long as an output changes by more than rounding. What has passed stays
@@ -333,9 +344,11 @@ class Certification:
         self.open = {p for s in self._stacks for p in s.pairs}
         self.last: Certificate | None = None
 
-    def see(self, gradients: Mapping[Tensor, Tensor], *, tolerance: float = HALF_PRECISION) -> Certificate:
-        """Check the pairs that are not certified yet with new gradients."""
+    def see(
+        self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None, **options: Any
+    ) -> Certificate:
+        """Check the pairs that are not certified yet with new gradients; options are those of :func:`certify`."""
         self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
-        self.last = certify(self._stacks, gradients, tolerance=tolerance)
+        self.last = certify(self._stacks, gradients, weights=weights, **options)
         self.open &= set(self.last.unreached)
         return self.last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved, output_gradients
 from .examination import examine_model
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .modules import Wide, check_model, default_forward, is_point, plain_names, running_copy
+from .modules import Forward, Run, Wide, check_model, default_forward, is_point, plain_names, running_copy
 from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
 from .points import point_pairs
 from .registry import handler_of
@@ -30,7 +30,7 @@ def find_symmetric_pairs(
     key_bias: str = "keep",
     include_frozen: bool = False,
     batch: Any = None,
-    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    forward: Forward = default_forward,
 ) -> PairList:
     """Find the continuous symmetries of a model's attention and LoRA weights.
 
@@ -82,16 +82,12 @@ def find_symmetric_pairs(
     64
     """
     run = None if batch is None else functools.partial(forward, model, batch)
-    found = _claimed(model, extra, run, key_bias=key_bias, include_frozen=include_frozen)
+    found = _claimed(model, extra, run, key_bias, include_frozen)
     return found if batch is None else _certified(model, found, batch, forward)
 
 
 def _claimed(
-    model: nn.Module,
-    extra: Sequence[SymmetricPair],
-    run: Callable[[], Any] | None,
-    key_bias: str = "keep",
-    include_frozen: bool = False,
+    model: nn.Module, extra: Sequence[SymmetricPair], run: Run | None, key_bias: str, include_frozen: bool
 ) -> PairList:
     """List what handlers and examinations claim, before the outputs of the whole model decide."""
     if key_bias not in ("keep", "drop"):
@@ -124,24 +120,17 @@ def _claimed(
 
 
 @torch.no_grad()
-def _certified(
-    model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Callable[[nn.Module, Any], Any]
-) -> PairList:
+def _certified(model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Forward) -> PairList:
     """Refuse the pairs of which moves change the outputs of a model."""
-
-    def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
-        with running_copy(model, batch, forward, dtype) as (twin, run):
-            return {p.name for p in broken(in_copy(used, model, twin), run, tolerance)}
-
-    used, reason = [p for p in pairs if p.group is not None], CHANGES
-    try:
+    used = [p for p in pairs if p.group is not None]
+    names = {p.name for p in used}
+    for dtype, tolerance in ((torch.float64, ROUNDING), (torch.float32, 1e-2)):  # some kernels exist in float32 alone
         try:
-            names = failing(torch.float64, ROUNDING)
-        except Exception:  # such as that of a kernel that exists in single precision alone
-            names = failing(torch.float32, 1e-2)
-    except Exception as error:  # whatever third-party code raises
-        names = {p.name for p in used}
-        reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
+            with running_copy(model, batch, forward, dtype) as (twin, run):
+                names, reason = {p.name for p in broken(in_copy(used, model, twin), run, tolerance)}, CHANGES
+            break
+        except Exception as error:  # whatever third-party code raises
+            reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
     return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
 
 
@@ -236,7 +225,7 @@ def verify(
     seed: int = 0,
     *,
     moves: bool = True,
-    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    forward: Forward = default_forward,
     extra: Sequence[SymmetricPair] = (),
 ) -> Certificate:
     """Certify every pair by one backward pass, then act on it with a random group element and compare the outputs.
@@ -293,7 +282,7 @@ def verify(
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
-        claimed = _claimed(twin, in_copy(extra, model, twin), run)
+        claimed = _claimed(twin, in_copy(extra, model, twin), run, "keep", include_frozen=False)
         pairs = [p for p in claimed if p.group is not None]
         found = stacks(pairs)
         gradients: dict[Tensor, Tensor] = {}

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from ..linalg import standard_normal
-from .attention import PLANES, Heads
-from .blocks import BlockStack
+from .attention import Heads
+from .blocks import PLANES, BlockStack
 from .certificate import ROUNDING, broken, output_gradients
-from .modules import Call, Wide, preserve_model_state, record, running_copy
+from .modules import Call, Run, Wide, preserve_model_state, record, running_copy
 from .pairs import FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair
 from .registry import Watch, candidates, handler_of, uncovered
 from .roles import Proposal, holds_keys, proposals
@@ -35,6 +35,8 @@ from .stacks import stacks
 _NONE = "no symmetry was found that has a quotient"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
+#: A module and its pairs.
+Examined = tuple[nn.Module, list[SymmetricPair]]
 #: Inputs with entries beyond this are masks.
 _MASKED = 1e4
 #: Number of cotangents (and randomly shifted inputs) with which a hypothesis is tested.
@@ -82,7 +84,7 @@ class Examination:
     ``twin`` is a copy of the module, ``run`` returns its outputs, of changed inputs if it is given what changes them.
     """
 
-    def __init__(self, twin: nn.Module, run: Callable[..., list[Tensor]]) -> None:
+    def __init__(self, twin: nn.Module, run: Run) -> None:
         self.twin, self.run = twin, run
 
     def sample(self, count: int = SAMPLES) -> Iterator[dict[Tensor, Tensor]]:
@@ -178,23 +180,21 @@ def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Sy
 
     The model is run in evaluation mode; it and the random state are left unchanged.
     """
-    examined: dict[str, tuple[nn.Module, list[SymmetricPair]]] = {}
+    examined: dict[str, Examined] = {}
     modules = candidates(model)
     # Some models cannot be run in float64, because they make tensors of single precision inside.
     wide = all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
     with preserve_model_state(model):
         with Wide() if wide else nullcontext(), Watch(model) as watch:
             calls = record(run, modules)
-        found = {name: _examined_pairs(name, m, calls.get(name), examined) for name, m in modules.items()}
+        found = {name: _pairs_of(name, m, calls.get(name), examined) for name, m in modules.items()}
     known = [*(m for m in model.modules() if handler_of(m) is not None), *modules.values()]
     attending = [*watch.calls, *((m, "") for m in model.modules() if holds_keys(m))]
     unnamed = uncovered(model, attending, {inner for m in known for inner in m.modules()})
     return found | {path: no_pair(path, UNNAMED) for path, *_ in unnamed}
 
 
-def _examined_pairs(
-    name: str, module: nn.Module, call: Call | None, examined: dict[str, tuple[nn.Module, list[SymmetricPair]]]
-) -> list[SymmetricPair]:
+def _pairs_of(name: str, module: nn.Module, call: Call | None, examined: dict[str, Examined]) -> list[SymmetricPair]:
     """List the pairs of a module of an unknown class; without a group, but with a reason, where none is found.
 
     ``examined`` holds a module of each kind with its pairs; they are used again where a move confirms them.
@@ -202,11 +202,11 @@ def _examined_pairs(
     if call is None:
         return no_pair(name, UNREACHED)
     kind = _kind(module)
+    first, pairs = examined.get(kind, (module, []))
     try:
         with examination(module, call) as alone:
-            if kind in examined:
-                pairs = in_copy(examined[kind][1], examined[kind][0], alone.twin)
-            if kind not in examined or not alone.keeps(pairs):
+            pairs = in_copy(pairs, first, alone.twin)
+            if not pairs or not alone.keeps(pairs):
                 pairs = alone.pairs()
     except Exception as error:  # whatever third-party code raises
         return no_pair(name, f"{FAILED} alone: {type(error).__name__}: {error}".splitlines()[0])

@@ -64,16 +64,12 @@ def lora_obstacle(module: nn.Module) -> str:
     return next((f"{variant} scales the projection's rows" for variant in variants if variant), "")
 
 
-def adapter_names(module: Any) -> list[str]:
-    """List the names of all adapters of a LoRA layer, active or not."""
-    return [*module.lora_A, *module.lora_embedding_A]
-
-
 def lora_layers(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """Yield every LoRA layer of a model with the name and the factor B of each of its adapters."""
-    for m in model.modules():
-        if is_lora(m):
-            yield from ((m, name, getattr(*B)) for name, _, B in _factors(m, adapter_names(m)))
+    """Yield every LoRA layer of a model with the name and the factor B of each of its adapters, active or not."""
+    for m in filter(is_lora, model.modules()):
+        layer: Any = m
+        for name, _, B in _factors(layer, [*layer.lora_A, *layer.lora_embedding_A]):
+            yield layer, name, getattr(*B)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -244,15 +240,13 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
     """
     check_model(model)
     names = [names] if isinstance(names, str) else names
-    plain = plain_names(model)
-    layers = [(plain(path), m) for path, m in model.named_modules() if is_lora(m)]
-    known = {a for _, m in layers for a in adapter_names(m)}
-    unknown = sorted(set(names or ()) - known)
+    plain, known = plain_names(model), dict.fromkeys(name for _, name, _ in lora_layers(model))
+    unknown = sorted(set(names or ()) - set(known))
     if unknown:
         raise ValueError(f"no layer has an adapter {unknown[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
-    wanted = known if names is None else set(names)
-    found = [p for path, m in layers for p in lora_pairs(m, path, [a for a in adapter_names(m) if a in wanted])]
-    return _usable(found, model, include_frozen)
+    wanted = [name for name in known if names is None or name in names]
+    layers = [(plain(path), m) for path, m in model.named_modules() if is_lora(m)]
+    return _usable([p for path, m in layers for p in lora_pairs(m, path, wanted)], model, include_frozen)
 
 
 @torch.no_grad()
@@ -297,11 +291,11 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
     """
     done = []
     for pair in adapter_pairs(model, adapter_names, include_frozen=True):
-        if pair.group is None or pair.group.h > min(pair.n, pair.m) or any(b.tensor.is_meta for b in pair.G + pair.H):
+        if pair.group is None or pair.thin or any(b.tensor.is_meta for b in pair.G + pair.H):
             continue
-        x = in_double(pair.gather().detach().cpu())  # some devices have no double precision
+        x = in_double(pair.gather().detach())
         gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
         if bool(gauge.present().all()):
-            pair.scatter_(gauge.x.to(pair.G[0].tensor.device))
+            pair.scatter_(gauge.x)
             done.append(pair.name)
     return done

@@ -17,9 +17,14 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ..linalg import has_double
+
 F = TypeVar("F", bound=Callable[..., Any])
 #: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+#: What passes a batch through a model, and what passes its own batch, perhaps changed, and returns the outputs.
+Forward = Callable[[nn.Module, Any], Any]
+Run = Callable[..., list[Tensor]]
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
@@ -200,8 +205,7 @@ def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str,
         return None if type(value).__name__.endswith("Cache") else value
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in calls:
-            calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
+        calls.setdefault(name, (tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}))
 
     with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):  # hooks need eager code
         for name, module in wanted.items():
@@ -217,13 +221,16 @@ def widened(batch: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 @contextmanager
 def running_copy(
-    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float64
-) -> Iterator[tuple[nn.Module, Callable[..., list[Tensor]]]]:
+    model: nn.Module, batch: Any, forward: Forward, dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[nn.Module, Run]]:
     """Yield a copy of a model, in evaluation mode and another dtype, and what returns its outputs.
 
     All passes draw the same random numbers. What changes their batch may be given to them.
     """
-    twin = copied(model).double() if dtype == torch.float64 else copied(model).float()
+    twin = copied(model)
+    if dtype == torch.float64 and not all(has_double(p.device.type) for p in model.parameters()):
+        twin, batch = twin.cpu(), to_device(batch, torch.device("cpu"))
+    twin = twin.double() if dtype == torch.float64 else twin.float()
     for p in twin.parameters():
         if p.is_complex():  # points, which no such method of a module reaches
             p.data = p.data.to(dtype.to_complex())
@@ -266,14 +273,9 @@ def _wide(argument: Any) -> Any:
 
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Walk through the tensors of a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for v in batch.values():
-            yield from tensors(v)
-    elif isinstance(batch, (list, tuple)):
-        for v in batch:
-            yield from tensors(v)
+    found = list[Tensor]()
+    tree_map(found.append, batch)
+    return iter(found)
 
 
 def floats(batch: Any) -> list[Tensor]:

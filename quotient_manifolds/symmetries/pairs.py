@@ -311,10 +311,8 @@ def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
         parts = [found[j] for j in (first, *others)]
         G, H, null = (_union(getattr(q, name) for q in parts) for name in ("G", "H", "null"))
         home.update((b.key, first) for b in G + H)
-        reason = next((q.reason for q in parts if q.group is None), "")
-        if not reason and ({b.key for b in G} & {b.key for b in H}):
-            reason = TIED
-        if reason:
+        tied = TIED if {b.key for b in G} & {b.key for b in H} else ""
+        if reason := next((q.reason for q in parts if q.group is None), tied):
             found.update((j, refused(found[j], reason)) for j in (first, *others))
             continue
         for j in others:

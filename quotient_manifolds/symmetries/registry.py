@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .attention import PLANES, Heads
+from .attention import Heads
+from .blocks import PLANES
 from .lora import is_lora
 from .modules import ByClass, is_sharded, plain_names, tensors
 from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
@@ -202,20 +203,19 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
     with torch.compiler.set_stance("force_eager"), Watch(model) as watch:
         result = run()
-    pairs, plain = check_pairs(pairs), plain_names(model)
+    plain, pairs = plain_names(model), [p for p in check_pairs(pairs) if p.kind != "lora"]
     missed = {p.module: p.reason for p in pairs if p.reason.startswith(UNEXAMINED)}
-    examined = {p.module for p in pairs if p.kind != "lora"} - set(missed)
+    examined = {p.module for p in pairs} - set(missed)
     known = [m for n, m in model.named_modules() if handler_of(m) is not None or plain(n) in examined]
     covered = {inner for module in known for inner in module.modules()}
-    owners = {b.module for p in pairs if p.kind != "lora" and p.module not in missed for b in p.G + p.H}
+    owners = {b.module for p in pairs if p.module not in missed for b in p.G + p.H}
     # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
     owners = {m for m in owners if handler_of(m) is None}
     covered |= {m for m in model.modules() if not owners.isdisjoint([m, *m.children()])}
-    calls, unwatched = watch.calls, "code that cannot be watched, by the names of its weights"
     for name, m in candidates(model, covered).items():
         if roles_of(m) is not None and missed.get(plain(name)) != UNREACHED:
-            calls.append((m, unwatched))
-    for path, module, call in uncovered(model, calls, covered):
+            watch.calls.append((m, "code that cannot be watched, by the names of its weights"))
+    for path, module, call in uncovered(model, watch.calls, covered):
         reason = missed.get(plain(path))
         call = call if reason is None else f"{call}; of its examination: {reason}"
         raise UnknownAttentionError(path or "(the model itself)", type(module), call)
@@ -288,7 +288,7 @@ def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[S
         vo = replace(vo, group="diagonal")
     if isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj):
         qk, vo = (replace(heads, reason=_WRAPPED) for heads in (qk, vo))
-    return roles.pairs(path, qk, vo)
+    return roles.pairs(path, qk=qk, vo=vo)
 
 
 #: Classes, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix

@@ -6,14 +6,15 @@ Names and shapes propose; gradients and a move decide what holds (:mod:`.examina
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from .attention import Heads, Projection, Rows, attention_pairs, head_pairs
+from .attention import Heads, Projection, Rows, head_pairs
 from .pairs import SymmetricPair
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
@@ -65,14 +66,10 @@ class Roles:
         start = whole.start + sum(share[c] for c in heads.order[: heads.order.index(letter)] if c in home)
         return replace(whole, start=start, stride=sum(share.values()), per=share[letter] // heads.size)
 
-    def of_kind(self, kind: str, heads: Heads) -> list[SymmetricPair]:
-        """List the pairs of queries and keys, or of values and outputs."""
-        return list(head_pairs("", kind, heads, *(self.placed(c, heads) for c in kind)))
-
-    def pairs(self, name: str, qk: Heads, vo: Heads) -> list[SymmetricPair]:
-        """List all pairs of the layer, head by head."""
-        where = {c: self.placed(c, qk if c in "qk" else vo) for c in "qkvo"}
-        return attention_pairs(name, qk, values=vo, **where)
+    def pairs(self, name: str, **kinds: Heads) -> list[SymmetricPair]:
+        """List the pairs of some kinds (``qk``, ``vo``) with these heads, head by head."""
+        found = (head_pairs(name, c, heads, *(self.placed(x, heads) for x in c)) for c, heads in kinds.items())
+        return sorted(chain(*found), key=lambda p: p.head or 0)
 
 
 def _words(name: str) -> set[str]:
@@ -193,14 +190,15 @@ class Proposal(NamedTuple):
 
     kind: str
     heads: Sequence[Heads]
-    pairs: Callable[[Heads], list[SymmetricPair]]
+    pairs: Callable[[Heads], Iterable[SymmetricPair]]
 
 
 def proposals(module: nn.Module) -> list[Proposal]:
     """List what the pairs of a layer may be; empty for a layer that is no attention, by the names in it."""
     roles = roles_of(module)
     if roles is not None:
-        return [Proposal(k, list(possible_heads(roles, k)), partial(roles.of_kind, k)) for k in ("vo", "qk")]
+        of_kind = {k: lambda heads, kind=k: roles.pairs("", **{kind: heads}) for k in ("vo", "qk")}
+        return [Proposal(kind, list(possible_heads(roles, kind)), pairs) for kind, pairs in of_kind.items()]
     latent = all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES)
     return list(_latent(module)) if latent else []
 
@@ -214,11 +212,8 @@ def _latent(m: Any) -> Iterator[Proposal]:
     q, k = Projection(source, stride=Projection(source).dimensions() // number), replace(v, start=0)
     turned, shared = replace(q, start=nope), Projection(m.kv_a_proj_with_mqa, start=m.kv_lora_rank)
 
-    def pairs(heads: Heads, kind: str, one: Projection, two: Projection) -> list[SymmetricPair]:
-        return list(head_pairs("", kind, heads, one, two))
-
     parts = (("vo", v, o, number, size), ("qk", turned, shared, 1, rope), ("qk", q, k, number, nope))
     for kind, one, two, kv_number, width in parts:
         heads = Heads(number, kv_number, width, key_bias_null=False, examined=True)
         if width:
-            yield Proposal(kind, [heads], partial(pairs, kind=kind, one=one, two=two))
+            yield Proposal(kind, [heads], partial(head_pairs, "", kind, one=one, two=two))

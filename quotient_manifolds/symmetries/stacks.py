@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..gauge import canonical_gauge
-from ..linalg import in_double
-from .blocks import GL, Block, BlockStack, Run, real_view
+from .blocks import GL, Block, BlockStack, masks
 from .modules import is_sharded
 from .pairs import SHARED, SymmetricPair, check_pairs, refused
 
@@ -66,14 +63,10 @@ class PairStack:
                 raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape, group or metric; see stacks()")
         self.n, self.m, self.metric = first.n, first.m, first.metric
         self._rows = BlockStack([p.G + p.H for p in self.pairs])
+        self.runs = self._rows.runs  # the strided views of which the rows consist
 
     def __len__(self) -> int:
         return len(self.pairs)
-
-    @property
-    def runs(self) -> list[Run]:
-        """The strided views of which the rows consist."""
-        return self._rows.runs
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
@@ -96,14 +89,6 @@ class PairStack:
     def scatter_(self, x: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
         """Write a point of :meth:`gather`'s shape, rounded to their dtype, into the parameters or ``tensors``."""
         self._rows.scatter_(self.group.from_point(x), tensors)
-
-    def views(self, tensors: Mapping[Tensor, Tensor]) -> Iterator[tuple[slice, bool, Tensor, Tensor]]:
-        """Yield (indices of pairs, whether the rows are of G, some rows of points, the same rows of ``tensors``)."""
-        for run in self.runs:
-            p = run.block.tensor
-            if p in tensors:
-                x, y = (self.group.to_point(run.block.of(t.contiguous())) for t in (p, tensors[p]))
-                yield run.points, run.rows.start < self.n, x, y
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
@@ -137,12 +122,7 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
 
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
     """Return, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
-    masks: dict[Tensor, Tensor] = {}
-    for b in (b for s in found for p in s.pairs for b in p.G + p.H + p.null):
-        if (t := b.tensor) not in masks:
-            masks[t] = torch.zeros(real_view(t).shape, dtype=torch.bool, device=t.device)
-        b.of(masks[t]).fill_(True)
-    return masks
+    return masks(b for s in found for p in s.pairs for b in p.G + p.H + p.null)
 
 
 def without_sharing(pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
@@ -186,62 +166,3 @@ class PairList(list[SymmetricPair]):
         wide = max((len(place) for place, _ in lines), default=0)
         rows = [f"{place:<{wide}}  {count:>3} × {what}" for (place, what), count in lines.items()]
         return "\n".join(rows) or "no symmetric pairs"
-
-
-@dataclass(frozen=True)
-class PairSpectrum:
-    """Singular values of one pair.
-
-    ``product`` holds those of G Hᴴ in descending order, (h,), float64: the invariants of the orbit; for a diagonal
-    group those of its columns, each of which is a pair. The smallest ones of the factors depend on the representative.
-    """
-
-    name: str
-    kind: str
-    product: Tensor
-    min_singular_value_G: float
-    min_singular_value_H: float
-
-
-def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
-    r"""Compute the singular values of :math:`G H^H`, and the smallest ones of G and H, pair by pair.
-
-    The mix metric's ball of radius ρ stays on the manifold while ρ is below the smallest singular value of any
-    :math:`G H^H`, divided by √2.
-
-    Parameters
-    ----------
-    pairs : iterable of SymmetricPair
-        Pairs as returned by ``find_symmetric_pairs(model)``; those without a group are left out.
-
-    Returns
-    -------
-    list of PairSpectrum
-        With the pair's ``name`` and ``kind``; ``product``, (h,), in descending order, of G Hᴴ; and
-        ``min_singular_value_G``, ``min_singular_value_H``, which depend on the representative. Computed in float64
-        where the weights are, and returned on the CPU.
-
-    Notes
-    -----
-    Paper, App. H.1.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
-    >>> attention = nn.MultiheadAttention(8, 2)
-    >>> found = spectra(find_symmetric_pairs(attention))
-    >>> [(s.kind, len(s.product)) for s in found]
-    [('qk', 4), ('vo', 4), ('qk', 4), ('vo', 4)]
-    """
-    used = [p for p in check_pairs(pairs) if p.group is not None]
-    found: dict[int, PairSpectrum] = {}
-    with torch.no_grad():
-        for s in stacks(used):
-            G, H = s.manifold().unpack_tensor(in_double(s.gather()))
-            sigma = canonical_gauge(G, H).sigma
-            ends = [torch.linalg.svdvals(X)[..., -1] for X in (G, H)]
-            for i, p in enumerate(s.pairs):
-                product = sigma[i].flatten().sort(descending=True).values.cpu()
-                found[id(p)] = PairSpectrum(p.name, p.kind, product, *(float(end[i].min()) for end in ends))
-    return [found[id(p)] for p in used]

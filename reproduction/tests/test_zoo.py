@@ -232,7 +232,9 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(study, "alphas", lambda checkpoints: {})
         patch.setattr(
-            study, "read_rows", lambda *a: [r for r in read_rows(*a) if r["checkpoint"] != names[0] or "rho" not in r]
+            study,
+            "read_rows",
+            lambda *a, **k: [r for r in read_rows(*a, **k) if r["checkpoint"] != names[0] or "rho" not in r],
         )
         with pytest.warns(UserWarning, match="only 2 of 3 models are wholly measured"):
             unfinished = study.rows_of(Path("zoo"))

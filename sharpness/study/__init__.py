@@ -7,9 +7,8 @@ folder, and may be killed.
 """
 
 from .plan import Checkpoint, Sweep, read_config
-from .ranking import compare, kendall, plot_sweep
-from .results import TARGETS, measurements, per_model, read_results, remarks, targets
-from .run import read_failures, read_rows, run_sweep
+from .run import read_results, read_rows, run_sweep
+from .tables import TARGETS, compare, kendall, measurements, per_model, plot_sweep, remarks, targets
 
 __all__ = [
     "TARGETS",
@@ -21,7 +20,6 @@ __all__ = [
     "per_model",
     "plot_sweep",
     "read_config",
-    "read_failures",
     "read_results",
     "read_rows",
     "remarks",

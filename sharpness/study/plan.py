@@ -8,7 +8,8 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -20,7 +21,7 @@ from ..ascent import Search
 from ..data import DataChoice, is_function
 from ..errors import naming, words_of
 from ..measures import LOCAL, Measure, checked_radii, measure_of
-from ..models import INPUTS, files_of
+from ..models import INPUTS
 
 T = TypeVar("T")
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.
@@ -134,17 +135,17 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
         If the checkpoint cannot be read, there is only one, with the error.
         """
         try:
-            digest = of_model(checkpoint.model, checkpoint.weights)
+            weights = of_model(checkpoint.model, checkpoint.weights)
         except OSError as error:
             yield {"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}
             return
-        where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": digest}
+        where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": weights}
         data = as_data(self.data)
         if self.train is not None or self.test is not None:
             parts = {"train": self.train or self.data, "test": self.test}
             yield {**where, "kind": "fit", **{k: as_data(v) for k, v in parts.items() if v is not None}}
         if self.baselines is not None:
-            code = [self.baselines, of_data(self.baselines)]
+            code = [self.baselines, digest(self.baselines)]
             initial = None if self.initial is None else of_model(self.initial, None)
             yield {**where, "kind": "baselines", "data": data, "initial": initial, "code": code}
         for name, ablation, rho in self.measured():
@@ -157,9 +158,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
         for ablation in self.ablations:
             switches = {k: v for k, v in ablation.items() if k != "measures"}
             count, reason = len(plan), ""
-            for name in self.measures:
-                if name not in ablation.get("measures", self.measures):
-                    continue
+            for name in (name for name in self.measures if name in ablation.get("measures", self.measures)):
                 try:
                     switched(name, switches)
                 except ValueError as error:
@@ -265,13 +264,11 @@ def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
         paths = sorted(str(base / place) for place in glob.glob(entry.path, root_dir=base))
         if not paths:
             raise ValueError(f"no checkpoint matches {entry.path!r} in {base}")
-        for path in paths:
-            model, weights = (path, None) if entry.model is None else (entry.model, path)
-            checkpoints.append(Checkpoint(Path(path).name, model, weights))
-    names = [c.name for c in checkpoints]
-    twice = sorted({n for n in names if names.count(n) > 1})
+        pairs = [(path, None) if entry.model is None else (entry.model, path) for path in paths]
+        checkpoints += [Checkpoint(Path(weights or model).name, model, weights) for model, weights in pairs]
+    twice = [name for name, count in Counter(c.name for c in checkpoints).items() if count > 1]
     if twice:
-        raise ValueError(f"two checkpoints are called {twice[0]!r}; rename one of their files or folders")
+        raise ValueError(f"two checkpoints are called {min(twice)!r}; rename one of their files or folders")
     return checkpoints
 
 
@@ -280,58 +277,45 @@ def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
 
 def as_data(choice: DataChoice) -> dict[str, Any]:
     """Turn a choice of data into JSON data, with a digest of the contents of its source."""
-    return {**asdict(choice), "digest": of_data(choice.source)}
-
-
-def places(name: str) -> list[Path]:
-    """List what is read of a model or a source of data: a folder, files, or the code of ``module:function``."""
-    return _code(name) if is_function(name) else [Path(name)]
-
-
-def of_data(source: str) -> str:
-    """Digest the contents of a source of data; for ``module:function`` the module's code."""
-    path = Path(source)
-    files = [("", code) for code in _code(source)] if is_function(source) else [(path.suffix, path)]
-    if path.is_dir():
-        files = [(p.relative_to(path).as_posix(), p) for p in sorted(path.rglob("*"))]
-    return _of_files(files)
+    return {**asdict(choice), "digest": digest(choice.source)}
 
 
 def of_model(model: str, weights: str | None) -> str:
     """Digest a model: weights with the code or name, or a folder's configuration, weights, tokenizer, preprocessor."""
-    files: list[tuple[str, Path]] = []
-    if Path(model).is_dir():
-        files += [(p.name, p) for p in files_of(Path(model), (*_MODEL, *INPUTS))]
-    elif Path(model).is_file():  # weights without a folder
-        files.append(("weights", Path(model)))
-    elif ":" in model:
-        files += [("code", path) for path in _code(model)]
-    return _of_files([*files, *(() if weights is None else [("weights", Path(weights))])])
+    return digest(model, weights, (*_MODEL, *INPUTS))
 
 
-def _code(name: str) -> list[Path]:
-    """Find the file of the module in ``module:function``; none if there is no such module."""
+def places(name: str) -> list[Path]:
+    """List what is read of a model or of data: a folder, a file, or the code of ``module:function``."""
+    if not is_function(name):
+        return [Path(name)]
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.util.find_spec(name.partition(":")[0])
     except (ImportError, ValueError, AttributeError):
         return []
-    return [Path(found.origin)] if found is not None and found.origin and Path(found.origin).is_file() else []
+    return [Path(found.origin)] if found is not None and found.origin else []
 
 
-def _of_files(files: Iterable[tuple[str, Path]]) -> str:
-    stats = ((name, str(p), p.stat()) for name, p in files if p.is_file())
-    return _of_contents(tuple((name, path, s.st_size, s.st_mtime_ns) for name, path, s in stats))
+def digest(name: str, weights: str | None = None, patterns: Sequence[str] = ("**/*",)) -> str:
+    """Digest the contents of what is read of a model or of data, and of weights; of a folder the files of patterns."""
+    root, files = Path(name), {path.suffix: path for path in places(name)}
+    if root.is_dir():
+        files = {path.relative_to(root).as_posix(): path for pattern in patterns for path in root.glob(pattern)}
+    if weights is not None:
+        files["weights"] = Path(weights)
+    stats = ((label, str(path), path.stat()) for label, path in sorted(files.items()) if path.is_file())
+    return _of_contents(tuple((label, path, s.st_size, s.st_mtime_ns) for label, path, s in stats))
 
 
 @functools.cache
 def _of_contents(files: tuple[tuple[str, str, int, int], ...]) -> str:
     """Digest names and contents, cached by size and time of change, so a file that is written again is read again."""
-    digest = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, path, size, _ in files:
-        digest.update(f"{name}\0{size}\0".encode())
+        sha.update(f"{name}\0{size}\0".encode())
         with open(path, "rb") as file:
             while block := file.read(2**24):
-                digest.update(block)
-    return digest.hexdigest()[:20]
+                sha.update(block)
+    return sha.hexdigest()[:20]

@@ -1,4 +1,8 @@
-"""Running a sweep: a loop over its jobs, each of which writes one file, completely or not at all."""
+"""Running a sweep: a loop over its jobs, each of which writes one file of rows; and reading the rows.
+
+A row is a dict. Its ``kind`` is ``"fit"`` (losses and errors of a checkpoint on training and test data),
+``"baselines"`` (further quantities by name) or ``"sharpness"`` (a measure at a radius).
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,66 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..data import Batches, check_source, is_function
 from ..errors import called, naming, words_of
 from ..evaluation import evaluate, progress_bar
-from ..files import check_folder, write_json
+from ..files import check_folder, write_json, write_text
 from ..losses import Objective, count_examples
 from ..measures import LOCAL
 from ..measuring import RadiusError
-from ..models import LoadedModel, load, load_state_dict
+from ..models import LoadedModel, checked_device, load, load_state_dict
 from .plan import Checkpoint, Sweep, shard_of, switched
-from .results import Row, read_job
+
+Row = Mapping[str, Any]
+Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Row(msgspec.Struct, tag_field="kind"):
+    checkpoint: Name
+
+
+class _Fit(_Row, tag="fit"):
+    train_loss: Finite | None = None
+    train_error: Finite | None = None
+    test_loss: Finite | None = None
+    test_error: Finite | None = None
+
+
+class _Baselines(_Row, tag="baselines"):
+    """Its numbers have names of their own."""
+
+
+class _Sharpness(_Row, tag="sharpness"):
+    measure: Name
+    ablation: dict[str, Any]
+    rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
+    sharpness: Finite
+    trace: Finite | None = None
+    per_batch: list[Finite] | None = None
+    remarks: list[str] | None = None
+
+
+#: A row, by its kind.
+AnyRow = _Fit | _Baselines | _Sharpness
+FITS = _Fit.__struct_fields__[1:]
+#: What a row is about.
+_PLACE = ("checkpoint", "kind", "measure", "ablation", "rho")
+
+
+def label(measure: str, ablation: Mapping[str, Any]) -> str:
+    """Return the name of a measure with its changed fields."""
+    return ", ".join([measure, *(f"{k} = {v}" for k, v in ablation.items())])
 
 
 def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1", progress: bool = True) -> list[Row]:
@@ -73,54 +118,50 @@ def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1
     for choice in filter(None, (sweep.data, sweep.train, sweep.test)):
         check_source(choice.source)
     place = check_folder(Path(folder) / "jobs")
-    with naming(f"the device {sweep.device!r} cannot be used"):
-        torch.zeros((), device=sweep.device).item()
+    checked_device(sweep.device)
     (Path(folder) / "results.jsonl").unlink(missing_ok=True)  # of the sweep before: an interrupted one has none
     failed: list[Row] = []
     with progress_bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
         for checkpoint in mine:
-            failed += _run_missing(sweep, checkpoint, place)
+            inputs = _Inputs(sweep, checkpoint)
+            for job in sweep.jobs(checkpoint):
+                rows, key = _rows_of(job, place), job_key(job)
+                if all("error" in row for row in rows) and "error" not in job:
+                    rows = [{**job, **row, "job": key, **versions()} for row in _attempt(job, inputs)]
+                    write_json(place / f"{key}.json", rows)
+                failed += [row for row in rows if "error" in row]
             shown.update()
     return failed
 
 
-def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path) -> list[Row]:
-    """Run the jobs of a checkpoint that have no result, and return those that failed."""
+class _Inputs:
+    """A checkpoint's model and data, which are read when a job needs them."""
 
-    @functools.cache
-    def loaded() -> LoadedModel:
-        found = load(checkpoint.model, checkpoint.weights)
-        found.model.to(sweep.device).eval()
-        return found
+    def __init__(self, sweep: Sweep, checkpoint: Checkpoint) -> None:
+        self.sweep, self.checkpoint = sweep, checkpoint
 
-    @functools.cache
-    def read(name: str) -> Batches:
-        found: Batches = getattr(sweep, name).load(loaded(), sweep.device)
-        return found
+    @functools.cached_property
+    def loaded(self) -> LoadedModel:
+        loaded = load(self.checkpoint.model, self.checkpoint.weights)
+        loaded.model.to(self.sweep.device)
+        return loaded
 
-    failed: list[Row] = []
-    for job in sweep.jobs(checkpoint):
-        rows = _rows_of(job, place)
-        if all("error" in row for row in rows) and "error" not in job:
-            found = _attempt(job, sweep, loaded, read)
-            rows = [{**job, **row, "job": job_key(job), **versions()} for row in found]
-            write_json(place / f"{job_key(job)}.json", rows)
-        failed += [row for row in rows if "error" in row]
-    return failed
+    @functools.cached_property
+    def data(self) -> Batches:
+        return self.sweep.data.load(self.loaded, self.sweep.device)
 
 
-def _attempt(job: Row, sweep: Sweep, loaded: Callable[[], LoadedModel], read: Callable[[str], Batches]) -> list[Row]:
+def _attempt(job: Row, inputs: _Inputs) -> list[Row]:
     """Return the rows of a job; what failed, all of it or a radius at which the loss is not finite, has an error."""
     start = time.perf_counter()
     try:
-        model = loaded()
         if job["kind"] == "sharpness":
-            rows = _sharpness(job, model, read("data"))
+            rows = _sharpness(job, inputs)
         else:
-            rows = [(_fit if job["kind"] == "fit" else _baselines)(sweep, model.model, read)]
-            wrong = [k for k, v in rows[0].items() if isinstance(v, float) and not math.isfinite(v)]
-            if wrong:
-                raise ValueError(f"{wrong[0]} is {rows[0][wrong[0]]}; the model has diverged, or does not fit the data")
+            rows = [_fit(inputs) if job["kind"] == "fit" else _baselines(inputs)]
+            for name, value in rows[0].items():
+                if value is not None and not math.isfinite(value):
+                    raise ValueError(f"{name} is {value}; the model has diverged, or does not fit the data")
     except Exception as error:  # the sweep continues with the others
         return [{"error": words_of(error)}]
     return [{**row, "seconds": time.perf_counter() - start} for row in rows]
@@ -136,34 +177,35 @@ def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str
     return evaluate(model, batches, measure=switched(name, ablation), statistic=statistic, **settings)
 
 
-def _sharpness(job: Row, loaded: LoadedModel, data: Batches) -> list[Row]:
+def _sharpness(job: Row, inputs: _Inputs) -> list[Row]:
     """Return a row for each radius."""
     radii, rows = sorted(job["rho"]), list[Row]()
     settings = {**job["settings"], "ablation": job["ablation"], "keep_directions": False, "progress": False}
     while True:
         try:
-            result = measured(job["measure"], loaded.model, data, rho=radii, **settings)
+            result = measured(job["measure"], inputs.loaded.model, inputs.data, rho=radii, **settings)
             break
         except RadiusError as error:
             if len(radii) < 2:
                 raise
             rows.append({"rho": radii.pop(), "error": words_of(error)})
-    remarks = [*loaded.remarks, *data.remarks, *result.remarks]
+    remarks = [*inputs.loaded.remarks, *inputs.data.remarks, *result.remarks]
     for rho in result.rhos:  # 0 for a quantity at the weights
         part, batches = result[rho], result[rho].batches
-        row = {"rho": rho, "sharpness": float(part), "per_batch": [b.value for b in batches]}
+        row = {"rho": rho, "sharpness": float(part), "per_batch": [b.value for b in batches], "remarks": remarks}
         row |= {k: getattr(part, k) for k in ("trace", "error_increase", "min_singular_value", "num_null")}
         row |= {"base_loss": fmean(b.base_loss for b in batches), "passes": sum(b.passes for b in batches)}
-        rows.append({**row, "unconverged": sum(b.converged is False for b in batches), "remarks": remarks})
+        rows.append({**row, "unconverged": sum(b.converged is False for b in batches)})
     return rows
 
 
-def _fit(sweep: Sweep, model: nn.Module, read: Callable[[str], Batches]) -> dict[str, Any]:
+def _fit(inputs: _Inputs) -> dict[str, float | None]:
     """Compute loss and error on training and test data."""
-    row: dict[str, Any] = {}
-    for part, name in (("train", "data" if sweep.train is None else "train"), ("test", "test")):
-        if getattr(sweep, name) is not None:
-            found = _loss_and_error(model, read(name), Objective(micro_batch=sweep.micro_batch))
+    row, sweep = dict[str, float | None](), inputs.sweep
+    for part, choice in (("train", sweep.train), ("test", sweep.test)):
+        if choice is not None or part == "train":
+            batches = inputs.data if choice is None else choice.load(inputs.loaded, sweep.device)
+            found = _loss_and_error(inputs.loaded.model, batches, Objective(micro_batch=sweep.micro_batch))
             row |= {f"{part}_{k}": v for k, v in found.items()}
     return row
 
@@ -182,20 +224,18 @@ def _loss_and_error(model: nn.Module, batches: Iterable[Any], objective: Objecti
     return {"loss": loss / total, "error": wrong / counted if counted else None}
 
 
-def _baselines(sweep: Sweep, model: nn.Module, read: Callable[[str], Batches]) -> dict[str, Any]:
-    """Compute what the function of the sweep returns."""
-    start = None if sweep.initial is None else _start(sweep.initial, model)
-    found = called(str(sweep.baselines), model, read("data"), start)
-    with naming(f"{sweep.baselines} failed"):
-        return {str(k): None if v is None else float(v) for k, v in found.items()}
-
-
-def _start(initial: str, model: nn.Module) -> Mapping[str, Tensor]:
-    """Read the initial weights, a transformers folder or a plain state dict, by the names of the model."""
-    found = load(initial).model.state_dict() if Path(initial).is_dir() else load_state_dict(initial)
-    # A bare body has no prefix, and fine-tuned image towers of CLIP are stored with one more.
-    body, names = getattr(model, "base_model_prefix", ""), model.state_dict().keys()
-    return {own: v for k, v in found.items() for own in {k, f"{body}.{k}", k.removeprefix("model.")} & names}
+def _baselines(inputs: _Inputs) -> dict[str, float | None]:
+    """Compute what the function of the sweep returns, from the model, the batches and the initial weights."""
+    model, initial, start = inputs.loaded.model, inputs.sweep.initial, None
+    if initial is not None:
+        found = load(initial).model.state_dict() if Path(initial).is_dir() else load_state_dict(initial)
+        # A bare body has no prefix, and fine-tuned image towers of CLIP are stored with one more.
+        body, names = getattr(model, "base_model_prefix", ""), model.state_dict().keys()
+        start = {own: v for k, v in found.items() for own in {k, f"{body}.{k}", k.removeprefix("model.")} & names}
+    function = str(inputs.sweep.baselines)
+    numbers = called(function, model, inputs.data, start)
+    with naming(f"{function} failed"):
+        return {str(k): None if v is None else float(v) for k, v in numbers.items()}
 
 
 def versions() -> dict[str, str]:
@@ -212,7 +252,7 @@ def job_key(job: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def read_rows(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
+def read_rows(folder: str | os.PathLike[str], sweep: Sweep, *, failed: bool = False) -> list[dict[str, Any]]:
     """Read the rows of all finished jobs, in the order of the sweep.
 
     Parameters
@@ -221,6 +261,9 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, An
         The folder of :func:`run_sweep`.
     sweep : Sweep
         Whose rows are returned; the folder may have those of others too.
+    failed : bool
+        Read instead what failed when it was last tried: of every failure the job and, under ``"error"``, why; where a
+        single radius failed, with that ``"rho"``.
 
     Returns
     -------
@@ -235,7 +278,7 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, An
 
     Examples
     --------
-    The loss and error of a network, as a sweep records them:
+    A network whose data have no finite loss can be tested, but not measured:
 
     >>> import tempfile, torch
     >>> from sharpness.data import DataChoice
@@ -243,59 +286,91 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, An
     >>> net = Checkpoint("net", "torch.nn:PReLU")
     >>> with tempfile.TemporaryDirectory() as place:
     ...     torch.save({"x": torch.randn(4, 4), "y": torch.arange(4)}, f"{place}/data.pt")
-    ...     data = DataChoice(f"{place}/data.pt")
-    ...     sweep = Sweep(checkpoints=(net,), data=data, test=data, measures=())
-    ...     failed = run_sweep(sweep, place, progress=False)
-    ...     row = read_rows(place, sweep)[0]
+    ...     torch.save({"x": torch.full((4, 4), torch.nan), "y": torch.arange(4)}, f"{place}/nan.pt")
+    ...     data, other = DataChoice(f"{place}/data.pt"), DataChoice(f"{place}/nan.pt")
+    ...     sweep = Sweep(checkpoints=(net,), data=other, train=data, test=data, measures=("gradient-norm",))
+    ...     _ = run_sweep(sweep, place, progress=False)
+    ...     (row,), (failure,) = read_rows(place, sweep), read_rows(place, sweep, failed=True)
     >>> row["checkpoint"], row["kind"], row["test_error"] == row["train_error"]
     ('net', 'fit', True)
+    >>> failure["measure"], failure["error"]
+    ('gradient-norm', 'the loss of batch 0 is nan; a sharpness needs a finite loss to start from')
     """
-    return [row for row in _read(folder, sweep) if "error" not in row]
+    place = Path(folder) / "jobs"
+    if not place.is_dir():
+        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'jobs')")
+    jobs = (job for checkpoint in sweep.checkpoints for job in sweep.jobs(checkpoint))
+    return [row for job in jobs for row in _rows_of(job, place) if ("error" in row) == failed]
 
 
-def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
-    """Read what failed when it was last tried.
+def _rows_of(job: dict[str, Any], place: Path) -> list[dict[str, Any]]:
+    """Read the rows of a job, of which those that failed have an error; none if its file is missing or invalid.
+
+    What is known of a job whose model cannot be read is the job itself.
+    """
+    if "error" in job:
+        return [job]
+    try:
+        rows = msgspec.json.decode((place / f"{job_key(job)}.json").read_bytes(), type=list[dict[str, Any]])
+        msgspec.convert([row for row in rows if "error" not in row], list[AnyRow])
+    except (OSError, ValueError, RecursionError):
+        return []
+    return rows
+
+
+def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
+    """Write one JSON line per row."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a sweep's results.
 
     Parameters
     ----------
-    folder, sweep
-        As of :func:`read_rows`.
+    path
+        The folder of the sweep, or its ``results.jsonl``.
 
     Returns
     -------
     list of dict
-        Of every failure the job and, under ``"error"``, why; where a single radius failed, with that ``"rho"``.
+        The rows, in the order of the file.
 
     Raises
     ------
-    FileNotFoundError
-        Where ``folder`` is not an output folder.
+    ValueError, OSError
+        The file does not exist, or it does not contain such results.
 
     Examples
     --------
-    >>> import tempfile, torch
-    >>> from sharpness.data import DataChoice
-    >>> from sharpness.study import Checkpoint, Sweep
-    >>> net = Checkpoint("net", "torch.nn:PReLU")
+    >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as place:
-    ...     torch.save({"x": torch.full((4, 4), torch.nan), "y": torch.arange(4)}, f"{place}/data.pt")
-    ...     sweep = Sweep(checkpoints=(net,), data=DataChoice(f"{place}/data.pt"), measures=("gradient-norm",))
-    ...     failed = run_sweep(sweep, place, progress=False)
-    ...     failures = read_failures(place, sweep)
-    >>> len(failures), failures[0]["checkpoint"], failures[0]["error"]
-    (1, 'net', 'the loss of batch 0 is nan; a sharpness needs a finite loss to start from')
+    ...     row = '{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}'
+    ...     _ = pathlib.Path(place, "results.jsonl").write_text(row)
+    ...     read_results(place)
+    [{'checkpoint': 'a', 'kind': 'fit', 'train_loss': 0.25}]
     """
-    return [row for row in _read(folder, sweep) if "error" in row]
-
-
-def _read(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
-    """Read the rows of jobs, failed ones too."""
-    place = Path(folder) / "jobs"
-    if not place.is_dir():
-        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'jobs')")
-    return [row for checkpoint in sweep.checkpoints for job in sweep.jobs(checkpoint) for row in _rows_of(job, place)]
-
-
-def _rows_of(job: dict[str, Any], place: Path) -> list[dict[str, Any]]:
-    """Read what is known of a job: itself where its model cannot be read."""
-    return [job] if "error" in job else read_job(place / f"{job_key(job)}.json")
+    path = Path(path)
+    if path.is_dir():
+        if not (path / "results.jsonl").is_file() and (path / "jobs").is_dir():
+            raise FileNotFoundError(f"the sweep in {path} is not complete; run `sharpness sweep` again to resume it")
+        path = path / "results.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"there are no results at {path}; pass a sweep's folder, or its results.jsonl")
+    with naming(f"{path} holds no results of a sweep"):
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("{\n"):
+            raise ValueError("it is the result of one run, not of a sweep; sharpness sweep measures many checkpoints")
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        if not rows:
+            raise ValueError("there is no row in it")
+        msgspec.convert(rows, list[AnyRow])
+        numbers: dict[str, int] = {}
+        for number, row in enumerate(rows, 1):  # from two sweeps or data sets
+            place = json.dumps([row.get(k) for k in _PLACE], sort_keys=True)
+            first = numbers.setdefault(place, number)
+            if first < number:
+                raise ValueError(
+                    f"rows {first} and {number} are of the same checkpoint, measure and radius; keep one of them"
+                )
+    return rows

@@ -345,7 +345,10 @@ def test_experts_are_pairs_that_train_alike_from_equivalent_starts(kind, full_ra
     assert len(adapter_pairs(one)) == 8
     assert {(p.head, p.n, p.m) for p in adapter_pairs(one)} == {(e, *s) for e in range(4) for s in ((16, 12), (24, 16))}
     assert adapter_pairs(one)[1].name.endswith("lora expert 1 default")
-    for model in (one, two):
+    rounded = copy.deepcopy(one)
+    for p in adapter_pairs(rounded):
+        p.scatter_(p.gather().detach() * (1 + 1e-13 * torch.randn(p.n + p.m, 2)))
+    for model in (one, two, rounded):
         optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind, weight_decay=0.1, max_grad_norm=0.3)
         losses = []
         for _ in range(20):
@@ -356,7 +359,8 @@ def test_experts_are_pairs_that_train_alike_from_equivalent_starts(kind, full_ra
             optimizer.step()
             losses.append(float(loss.detach()))
         assert losses[-1] < losses[0]
-    assert apart(one, two) < 1e-8
+    # Where an expert comes to its first tokens late, rounding is magnified, by any optimiser.
+    assert apart(one, two) < max(1e-8, 100 * apart(one, rounded))
 
 
 @pytest.mark.filterwarnings("ignore")

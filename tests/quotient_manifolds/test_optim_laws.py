@@ -253,7 +253,7 @@ def test_against_singular_values(start):
         up.weight.copy_(G)
         down.weight.copy_(H.T)
     p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h)), scale=2.0)
-    optimizer = QuotientMuon([up.weight, down.weight], [p], 0.05, 0.8, 0.1)
+    optimizer = QuotientMuon([up.weight, down.weight], [p], 0.05, 0.8, weight_decay=0.1)
     oracle = ExplicitMuon(G, H, 0.05, 0.8, 0.1, 2.0)
     for _ in range(12):
         optimizer.zero_grad()
@@ -443,7 +443,7 @@ def test_the_first_step(scale):
     p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(3)), scale=scale)
     G, H = p.gather().detach().split([6, 5])
     W = scale**2 * H.T @ H, scale**2 * G.T @ G + torch.linalg.inv(H.T @ H)
-    optimizer = QuotientSGD([up.weight, down.weight], [p], 0.1, 0.9, 0.5)
+    optimizer = QuotientSGD([up.weight, down.weight], [p], 0.1, 0.9, weight_decay=0.5)
     (up.weight @ down.weight).sin().sum().backward()
     optimizer.step()
     D = (G @ H.T).cos()

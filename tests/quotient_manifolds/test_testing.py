@@ -18,14 +18,15 @@ def test_gl_quotients_pass(cls, dtype, seed):
     torch.manual_seed(seed)
     manifold = cls(6, 4)
     report = check_manifold(manifold, manifold.random(2, 10, 3, dtype=dtype), seed=seed)
-    report.raise_if_failed()
+    assert report.ok, report
     assert len(report.checks) == 24  # none was left out
 
 
 @pytest.mark.parametrize("metric", ["inv", "mix"])
 def test_rescale_quotients_pass(metric):
     manifold = RescaleQuotient(metric)
-    check_manifold(manifold, manifold.random(3, 2, 5)).raise_if_failed()
+    report = check_manifold(manifold, manifold.random(3, 2, 5))
+    assert report.ok, report
 
 
 def only_first(name):
@@ -86,8 +87,7 @@ def test_what_is_wrong_is_named(name):
     report = check_manifold(manifold, manifold.random(*batch, 9, 2))
     assert not report.ok
     assert name in [c.name for c in report.failures]
-    with pytest.raises(AssertionError, match=name.split(" (")[0]):
-        report.raise_if_failed()
+    assert f"FAILED  {name}" in str(report)
 
 
 def test_random_vectors_that_are_not_horizontal_are_named():
@@ -104,7 +104,8 @@ def test_random_vectors_that_are_not_horizontal_are_named():
 
 def test_orders_that_all_but_cancel():
     x = torch.tensor([[-0.28382883390494545], [-0.44613383578155724]])
-    check_manifold(GLQuotientMix(1, 1), x, seed=17).raise_if_failed()
+    report = check_manifold(GLQuotientMix(1, 1), x, seed=17)
+    assert report.ok, report
 
 
 def test_a_first_order_retraction_may_be_declared():
@@ -123,7 +124,8 @@ def test_the_size_of_a_point_makes_no_difference(scale):
     straight = {name: lambda self, x, u, **options: x + u for name in ("retr", "expmap")}
     for base in (GLQuotientMix, GLQuotientInv):
         x = scale * base(6, 5).random(11, 3)
-        check_manifold(base(6, 5), x).raise_if_failed()
+        report = check_manifold(base(6, 5), x)
+        assert report.ok, report
         manifold = type("Straight", (base,), {**straight, "__scaling__": base.__scaling__.copy()})(6, 5)
         found = {c.name for c in check_manifold(manifold, x).failures}
         assert {"retraction: slope of the error", "exponential: slope of the error"} <= found

@@ -94,7 +94,7 @@ def test_geodesic_ends_at_the_worst_loss_and_the_line_is_straight(measured):
     model, batch, result = measured
     direction = result.direction(0)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    found = sharpness.profile(model, batch, direction, reach=2, points=9)
+    found = sharpness.profile(model, batch, direction, points=9)
     assert found.lengths == pytest.approx([0.15 * k for k in range(-4, 5)])
     assert list(found.losses) == ["second-order", "first-order"]
     curved, straight = found.losses.values()
@@ -113,9 +113,9 @@ def test_other_ways_losses_and_pieces(measured):
     model, batch, result = measured
     direction = result.direction(0)
     along = replace(direction, measure=replace(direction.measure, geodesic="exact"))
-    exact = sharpness.profile(model, batch, along, points=3, reach=1)
+    exact = sharpness.profile(model, batch, along, points=5)
     stepped = RungeKuttaMeasure(**vars(direction.measure))
-    steps = sharpness.profile(model, batch, replace(direction, measure=stepped), points=3, reach=1)
+    steps = sharpness.profile(model, batch, replace(direction, measure=stepped), points=5)
     assert exact.losses["exact"] == pytest.approx(steps.losses["second-order"], rel=1e-6)
 
     def loss_fn(model, batch):
@@ -146,8 +146,8 @@ def test_pieces_and_gradients_within_a_loss(measured):
 def test_normalised_logits(measured):
     model, batch, _ = measured
     result = sharpness.evaluate(model, [batch], rho=0.1, normalize_logits=True, progress=False)
-    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1, normalize_logits=True)
-    assert found.losses["second-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+    found = sharpness.profile(model, batch, result.direction(0), points=5, normalize_logits=True)
+    assert found.losses["second-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
 
 
 def test_modes_stay(measured):
@@ -175,16 +175,16 @@ def test_a_frozen_half_precision_base():
 
     model, batch = Model(), (torch.randn(8, 4, dtype=torch.bfloat16), torch.arange(8) % 3)
     result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
-    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1)
-    assert found.losses["first-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
+    found = sharpness.profile(model, batch, result.direction(0), points=5)
+    assert found.losses["first-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
 
 
 def test_a_measure_without_pairs_has_one_line():
     model, batch = networks.bert(), networks.text()
     result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
-    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1)
+    found = sharpness.profile(model, batch, result.direction(0), points=5)
     assert list(found.losses) == ["first-order"]
-    assert found.losses["first-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+    assert found.losses["first-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
 
 
 def test_half_precision():
@@ -192,15 +192,14 @@ def test_half_precision():
     model, batch = networks.vit().to(torch.bfloat16), networks.images()
     batch = batch[0].to(torch.bfloat16), batch[1]
     result = sharpness.evaluate(model, [batch], rho=0.1, progress=False)
-    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1)
-    assert found.losses["second-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
+    found = sharpness.profile(model, batch, result.direction(0), points=5)
+    assert found.losses["second-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
 
 
 def test_bad_input(measured):
     model, batch, result = measured
-    for options in ({"points": 1}, {"reach": 0}):
-        with pytest.raises(ValueError, match=r"points must be a whole number|reach must be a positive"):
-            sharpness.profile(model, batch, result.direction(0), **options)
+    with pytest.raises(ValueError, match="points must be a whole number"):
+        sharpness.profile(model, batch, result.direction(0), points=1)
     other = replace(result.direction(0), tensors={"nowhere": torch.zeros(2)})
     with pytest.raises(ValueError, match="belongs to another model"):
         sharpness.profile(model, batch, other)

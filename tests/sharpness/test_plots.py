@@ -1,4 +1,3 @@
-import math
 import sys
 
 import matplotlib
@@ -7,7 +6,6 @@ import pytest
 from torch import nn
 
 import sharpness
-from quotient_manifolds.symmetries import ModelDistance, PairDistance, find_symmetric_pairs, spectra
 from sharpness import LayerShare, LayerShares, Profile, plots
 from tests import networks
 from tests.processes import together
@@ -78,23 +76,11 @@ def test_layers():
         plots.plot_layers(LayerShares())
 
 
-def test_spectra():
-    found = spectra(find_symmetric_pairs(nn.MultiheadAttention(8, 2)))
-    qk, vo, last = plots.plot_spectra(found).axes
-    assert len(qk.lines) == len(vo.lines) == 2
-    np.testing.assert_allclose(qk.lines[0].get_ydata(), found[0].product)
-    by_label = {line.get_label(): line.get_ydata() for line in last.lines}
-    np.testing.assert_allclose(by_label["G"], [s.min_singular_value_G for s in found])
-    np.testing.assert_allclose(by_label["GHᵀ"], [s.product[-1] for s in found])
-    with pytest.raises(ValueError, match="no pairs to draw"):
-        plots.plot_spectra([])
-
-
 def test_everything_of_a_model(tmp_path):
     model, batch = networks.vit(), networks.images()
     result = sharpness.evaluate(model, [batch], rho=[0.01, 0.05], progress=False)
     drawn = plots.plot_model(model, batch, result, tmp_path / "figures")
-    assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"]
+    assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
     seen = []
 
@@ -121,18 +107,3 @@ def test_the_largest_radius_is_drawn(tmp_path, monkeypatch):
     plots.plot_model(model, batch, result, tmp_path)
     assert drawn["profile"].radius == pytest.approx(0.05)
     assert drawn["layers"] == result[0.05].by_layer() != result[0.01].by_layer()
-
-
-def test_a_map_a_kind_with_what_is_absent_left_empty(tmp_path):
-    pairs = [
-        PairDistance("a qk head 0", "a", "qk", 0, 0, 1.0),
-        PairDistance("a qk head 1", "a", "qk", 1, 0, 2.0),
-        PairDistance("b qk head 0", "b", "qk", 0, 0, math.nan),
-        PairDistance("a vo head 0", "a", "vo", 0, 0, 5.0),
-    ]
-    drawn = plots.plot_distances(ModelDistance("inv", tuple(pairs)), tmp_path / "map.png")
-    qk, vo = (axes for axes in drawn.axes if axes.images and axes.get_title())
-    np.testing.assert_array_equal(np.ma.filled(qk.images[0].get_array(), np.nan), [[1, 2], [np.nan, np.nan]])
-    assert np.ma.filled(vo.images[0].get_array(), np.nan).tolist() == [[5.0]]
-    assert [label.get_text() for label in qk.get_yticklabels()] == ["a", "b"]
-    assert (tmp_path / "map.png").stat().st_size > 1000

@@ -35,8 +35,8 @@ def check_worst(name, ascent="power"):
     """The largest loss, where it is, and how far away."""
     problem = Problem(point(name))
     x, manifold, data = problem.x.detach().clone(), problem.x.manifold, data_of(problem.x)
-    result = evaluate(problem, data, steps=25, restarts=2, ascent=ascent)
-    assert float(result) == pytest.approx(oracle(problem, data, 0.3), rel=0.01)
+    result = evaluate(problem, data, steps=25, restarts=6, ascent=ascent)
+    assert float(result) == pytest.approx(oracle(problem, data, 0.3, result.direction(0).tensors["x"]), rel=0.01)
     with sharpness.perturbed(problem, result.direction(0)):
         y = problem.x.detach().clone()
         assert problem(data).item() == pytest.approx(result.batches[0].worst_loss, abs=1e-12)
@@ -46,7 +46,9 @@ def check_worst(name, ascent="power"):
         distance = float(manifold.dist(x, y).square().sum().sqrt())
     except NotImplementedError:
         return
-    assert (distance <= 0.3 * (1 + 1e-6)) == (name not in OTHER_DISTANCE)
+    # UpperHalf has no expmap but a straight line, along which the metric grows at most as 1/(1 - length).
+    most = -math.log(1 - 0.3) if name == "UpperHalf" else 0.3
+    assert (distance <= most * (1 + 1e-6)) == (name not in OTHER_DISTANCE)
 
 
 @NAMES

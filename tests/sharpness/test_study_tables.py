@@ -13,7 +13,7 @@ import reproduction.statistics
 from reproduction.tables import read_table, write_rows
 from sharpness import cli
 from sharpness.study import compare, kendall, per_model, plot_sweep, read_results, targets
-from sharpness.study.results import write_results
+from sharpness.study.run import write_results
 from tests.studies import study
 
 

@@ -1,21 +1,14 @@
 """All continuous symmetries of a whole network: counted, moved, folded into a canonical form, verified."""
 
 from . import architectures
-from .canonical import (
-    CanonicalForm,
-    apply_random_moves_,
-    canonical_form,
-    canonicalize_,
-    verify_whole,
-)
+from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, verify_whole
 from .kinds import Symmetry
 from .layout import affine, norm
-from .wiring import Affine, Neurons, Norm, Site, State, Wiring, neuron_pairs, register_wiring, wiring_of
+from .wiring import Affine, Norm, Site, State, Wiring, neuron_pairs, neurons, register_wiring, wiring_of
 
 __all__ = [
     "Affine",
     "CanonicalForm",
-    "Neurons",
     "Norm",
     "Site",
     "State",
@@ -27,6 +20,7 @@ __all__ = [
     "canonical_form",
     "canonicalize_",
     "neuron_pairs",
+    "neurons",
     "norm",
     "register_wiring",
     "verify_whole",

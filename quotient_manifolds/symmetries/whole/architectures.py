@@ -16,7 +16,7 @@ from torch import nn
 
 from ..modules import plain_class
 from .layout import Layout, Sublayer, affine, has, norm, table, wire
-from .wiring import Affine, Neurons, Site, Wiring, register_backbone, register_wiring, wiring_of
+from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
 
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
 _TABLE = ConfigParser(interpolation=None)
@@ -122,10 +122,7 @@ def _open_clip_both(model: Any) -> Wiring:
     w = wiring_of(model.visual) or Wiring()
     if not w.sites:
         return Wiring(closed=False)
-    layout = replace(
-        _layout("open_clip"), first="", last="ln_final", embeddings="token_embedding + positional_embedding"
-    )
-    return wire(w, model, layout, [affine(model, "text_projection")], "text ")
+    return wire(w, model, _layout("open_clip text"), [affine(model, "text_projection")], "text ")
 
 
 @register_wiring("torch.nn.modules.transformer.TransformerEncoder")
@@ -149,7 +146,7 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
     if has(model, heads["norm"]):
         w.sites.append(Site("head", norm(model, heads["norm"]), (affine(model, heads["decoder"]),)))
     if has(model, "pre_classifier"):
-        w.neurons.append(Neurons("pre_classifier", "relu", readers[0], affine(model, "classifier")))
+        w.neurons.append(neurons("pre_classifier", "relu", readers[0], affine(model, "classifier")))
     for names in (heads["logits"], heads["pairs"]):
         w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
     return readers or [affine(model, "classifier.dense|classifier")]

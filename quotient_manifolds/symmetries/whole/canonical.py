@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...linalg import at_least_float32, standard_normal
+from ...linalg import at_least_float32, in_double, standard_normal
+from ..blocks import masks
 from ..certificate import Certificate, certify, change, largest, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
-from ..modules import check_model, default_forward, running_copy
+from ..modules import Forward, check_model, default_forward, running_copy
 from ..pairs import SymmetricPair, in_copy
 from ..stacks import PairList, stacks
 from .kinds import Symmetry, symmetries_of
@@ -65,11 +66,9 @@ class CanonicalForm:
     def dimensions(self) -> dict[str, int]:
         """The dimension of every kind of symmetry."""
         found: Counter[str] = Counter()
-        for p in self.pairs:
-            if p.group is not None:
-                found[p.kind] += p.group.dimension
-        for s in self.symmetries:
-            found[s.kind] += s.dimension
+        of_pairs = [(p.kind, p.group.dimension) for p in self.pairs if p.group is not None]
+        for kind, dimension in [*of_pairs, *((s.kind, s.dimension) for s in self.symmetries)]:
+            found[kind] += dimension
         return dict(found)
 
     def __str__(self) -> str:
@@ -138,14 +137,10 @@ def canonical_form(
     state = State() if state is None else state
     for s in symmetries:
         s.fold(state)
-    constant: dict[Tensor, Tensor] = {}
     fixed = {b.key: b for s in symmetries for b in s.constant}
-    for b in fixed.values():
-        p = b.tensor
-        b.of(constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))).fill_(True)
     kept = PairList(_without(p, fixed) for p in pairs)
-    values = {p: value.to(at_least_float32(p.dtype)) for p, value in state.items()}
-    return CanonicalForm(values, constant, kept, symmetries, refused, wiring)
+    values = {p: value.to(at_least_float32(p.dtype)).to(p.device) for p, value in state.items()}
+    return CanonicalForm(values, masks(fixed.values()), kept, symmetries, refused, wiring)
 
 
 def _without(pair: SymmetricPair, constant: Collection[object]) -> SymmetricPair:
@@ -244,7 +239,7 @@ def apply_random_moves_(
     True
     """
     form = canonical_form(model, classes=classes)
-    state = State({p: value.to(torch.promote_types(value.dtype, torch.float64)) for p, value in form.values.items()})
+    state = State({p: in_double(value) for p, value in form.values.items()})
     generator, kinds = torch.Generator().manual_seed(seed), [kinds] if isinstance(kinds, str) else kinds
     moving = [s for s in reversed(form.symmetries) if kinds is None or s.kind in kinds]
     for s in moving:
@@ -260,7 +255,7 @@ def verify_whole(
     batch: Any,
     seed: int = 0,
     *,
-    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    forward: Forward = default_forward,
     classes: bool = False,
 ) -> Certificate:
     """Certify every kind of symmetry of a network, heads, neurons and all others, and move it.

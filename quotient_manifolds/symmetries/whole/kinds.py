@@ -20,6 +20,8 @@ from ..blocks import Block, block
 from ..pairs import SymmetricPair
 from .wiring import Affine, Norm, Site, State, Wiring, transposed
 
+Blocks = Sequence[Block]
+
 
 @dataclass(eq=False)
 class Symmetry:
@@ -66,9 +68,7 @@ class Symmetry:
         return list(dict.fromkeys(b.tensor for b in self.blocks))
 
 
-def scaling(
-    kind: str, name: str, unit: Block, alike: Sequence[Block], against: Sequence[Block], offset: float = 0.0
-) -> Symmetry:
+def scaling(kind: str, name: str, unit: Block, alike: Blocks, against: Blocks, offset: float = 0.0) -> Symmetry:
     """Multiply u + offset and some rows by s, divide others by s: u is γ or LayerScale. Folded, u + offset = 1."""
 
     def divide(state: State, r: Tensor) -> None:
@@ -231,7 +231,7 @@ def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | 
 
 
 def _head_bias(
-    kind: str, name: str, rows: Sequence[Block], norms: Mapping[Tensor, Norm], outputs: Sequence[tuple[Block, Block]]
+    kind: str, name: str, rows: Blocks, norms: Mapping[Tensor, Norm], outputs: Sequence[tuple[Block, Block]]
 ) -> Symmetry | None:
     """Move the only bias in the rows of a head, or what stands for it, against the biases of ``outputs``."""
     biases = [b for b in rows if b.rows == 1]
@@ -301,11 +301,11 @@ def symmetries_of(
     w = Wiring(closed=False) if wiring is None else wiring
     found, refused, tied = list[Symmetry](), dict[str, str](), w.tied()
 
-    def add(s: Symmetry | None) -> bool:
-        reason = "" if s is None else _obstacle(s, tied)
-        if s is not None and reason:
+    def add(s: Symmetry, reason: str = "") -> bool:
+        reason = reason or _obstacle(s, tied)
+        if reason:
             refused[f"{s.kind}: {s.name}"] = reason
-        elif s is not None:
+        else:
             found.append(s)
         return not reason
 
@@ -326,11 +326,10 @@ def symmetries_of(
         beta = site.norm.shift
         if beta is None or not site.readers:
             continue
-        if not site.norm.centring and any(r.bias is None and not r.blind for r in site.readers):
-            refused[f"shift: {site.name}"] = "a reader without a bias"
-        elif site.carried is not None and site.carried.bias is None:
-            refused[f"shift: {site.name}"] = "the next writer has no bias"
-        elif add(shift(site, beta)):
+        without = not site.norm.centring and any(r.bias is None and not r.blind for r in site.readers)
+        last = site.carried is not None and site.carried.bias is None
+        reason = "a reader without a bias" if without else "the next writer has no bias" if last else ""
+        if add(shift(site, beta), reason):
             shifted.append(site)
     parts: Counter[Tensor] = Counter()
     for site in w.sites:
@@ -346,16 +345,14 @@ def symmetries_of(
     }
     # Without a wiring nobody vouches that attention weights sum to 1.
     for bias_of, pair in product((key_bias, value_bias) if w.sites else (key_bias,), pairs):
-        add(bias_of(pair, norms))
-    in_stream = {rows.tensor for _, rows in w.tables} | {p for _, a in w.writers for p in a.parameters}
+        if (of_pair := bias_of(pair, norms)) is not None:
+            add(of_pair)
+    in_stream = {rows.tensor for _, rows in w.tables} | {b.tensor for _, a in w.writers for b in a.blocks}
     for name, source, targets in w.common:  # the part along 1 belongs to the writers already
         d = source.size[1] - (w.centred and source.tensor in in_stream)
         add(exchange("embeddings", name, [source], targets, d))
     for name, a in w.writers if w.centred and w.sites else ():
-        if a.matrix.tensor in scaled:
-            refused[f"writer: {name}"] = "its layer scale is not folded"
-        else:
-            add(centring("writer", name, a.written))
+        add(centring("writer", name, a.written), "its layer scale is not folded" * (a.matrix.tensor in scaled))
     for name, rows in w.tables if w.centred and w.sites else ():
         add(centring("writer", name, [rows]))
     for name, a in w.classifiers if classes else ():

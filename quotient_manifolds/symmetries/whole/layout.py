@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..blocks import Block, block
-from .wiring import Affine, Neurons, Norm, Site, Wiring
+from .wiring import Affine, Norm, Site, Wiring, neurons
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,7 @@ def find(root: nn.Module, names: str) -> tuple[nn.Module, str, Any]:
         owner, _, attribute = name.rpartition(".")
         with suppress(AttributeError):
             module = root.get_submodule(owner)
-            value = getattr(module, attribute)
-            if value is not None:
+            if (value := getattr(module, attribute)) is not None:
                 return module, attribute, value
     raise AttributeError(f"{type(root).__name__} has none of {names}")
 
@@ -155,7 +154,7 @@ def affine(
             raise AttributeError(f"{names} is a {type(value).__name__}, not a linear layer")
     rows, columns = (inputs, outputs) if reverse else (outputs, inputs)
     b = None if getattr(owner, bias, None) is None else block(owner, bias, outputs)
-    return Affine(block(owner, weight, rows, columns, transpose=reverse), b, blind, int(reverse))
+    return Affine(block(owner, weight, rows, columns, transpose=reverse), b, blind)
 
 
 def norm(root: nn.Module, names: str, *, centring: bool = True, offset: float = 0.0) -> Norm:
@@ -255,7 +254,7 @@ def _add_sublayer(
         act = "relu" if value in ("relu", 1) or isinstance(value, nn.ReLU) else ""
     if act:  # a gate's rows may come before the neurons'
         first = readers[-1].matrix.rows - writer.matrix.size[1]
-        w.neurons.append(Neurons(name, act, affine(layer, choices[k][-1], outputs=slice(first, None)), writer))
+        w.neurons.append(neurons(name, act, affine(layer, choices[k][-1], outputs=slice(first, None)), writer))
     return readers, writer
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ...linalg import in_double
 from ..blocks import GL, Block
 from ..modules import ByClass, plain_class
 from ..pairs import SymmetricPair, merged, usable
@@ -31,7 +32,7 @@ class State(dict[Tensor, Tensor]):
 
     def of(self, p: Tensor) -> Tensor:
         """Return the value of a parameter."""
-        return self[p] if p in self else p.detach().to(torch.promote_types(p.dtype, torch.float64))
+        return self[p] if p in self else in_double(p.detach())
 
     def read(self, block: Block) -> Tensor:
         """Return the numbers of a block, (rows, columns)."""
@@ -39,7 +40,9 @@ class State(dict[Tensor, Tensor]):
 
     def write(self, block: Block, rows: Tensor) -> None:
         """Change the numbers of a block, differentiably."""
-        self[block.tensor] = block.replaced(self.of(block.tensor), rows)
+        value = self.of(block.tensor).clone(memory_format=torch.contiguous_format)
+        block.of(value).copy_(rows)
+        self[block.tensor] = value
 
     def add(self, block: Block, change: Tensor) -> None:
         """Add something that broadcasts to a block's shape."""
@@ -63,8 +66,6 @@ class Affine:
         b, (1, outputs).
     blind : bool
         A constant added to the output has no effect, as for keys under softmax.
-    stream_dim : int
-        The dimension of the weight that runs over the outputs.
 
     Examples
     --------
@@ -80,7 +81,6 @@ class Affine:
     matrix: Block
     bias: Block | None = None
     blind: bool = False
-    stream_dim: int = 0
 
     @property
     def blocks(self) -> list[Block]:
@@ -88,14 +88,14 @@ class Affine:
         return [self.matrix] if self.bias is None else [self.matrix, self.bias]
 
     @property
+    def stream_dim(self) -> int:
+        """The dimension of the weight that runs over the outputs."""
+        return int(self.matrix.stride[0] < self.matrix.stride[1])
+
+    @property
     def written(self) -> list[Block]:
         """The vectors that the layer adds to a stream, as rows: the columns of W, and b."""
         return [transposed(self.matrix), *self.blocks[1:]]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters, the weight first."""
-        return [b.tensor for b in self.blocks]
 
 
 @dataclass(frozen=True)
@@ -164,33 +164,6 @@ class Site:
     carried: Affine | None = None
 
 
-@dataclass(frozen=True)
-class Neurons:
-    """Hidden neurons between two layers.
-
-    Attributes
-    ----------
-    name : str
-    kind : str
-        ``"glu"`` if another layer gates them, ``"relu"`` if they are rectified.
-    up, down : Affine
-        The layers whose rows and columns they are; of ``up`` the rows of the neurons alone, without a gate's.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import Neurons, affine
-    >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> Neurons("mlp", "relu", affine(model, "0"), affine(model, "2")).down.matrix.size
-    (3, 8)
-    """
-
-    name: str
-    kind: str
-    up: Affine
-    down: Affine
-
-
 @dataclass
 class Wiring:
     """The known wiring of a network around its streams; an adapter appends to these lists.
@@ -206,7 +179,8 @@ class Wiring:
         Vectors that are always added to each other: each of the first to exactly one of the others.
     scales : list of (str, Block, Affine)
         LayerScale: one number for each output of a writer, (1, d).
-    neurons : list of Neurons
+    neurons : list of SymmetricPair
+        As :func:`neurons` describes them.
     qk_norms : list of (str, Norm, Norm)
         Norms of queries and keys, under RoPE in halves.
     score_tables : list of (str, tuple of Block)
@@ -232,7 +206,7 @@ class Wiring:
     tables: list[tuple[str, Block]] = field(default_factory=list)
     common: list[tuple[str, Block, tuple[Block, ...]]] = field(default_factory=list)
     scales: list[tuple[str, Block, Affine]] = field(default_factory=list)
-    neurons: list[Neurons] = field(default_factory=list)
+    neurons: list[SymmetricPair] = field(default_factory=list)
     qk_norms: list[tuple[str, Norm, Norm]] = field(default_factory=list)
     score_tables: list[tuple[str, tuple[Block, ...]]] = field(default_factory=list)
     classifiers: list[tuple[str, Affine]] = field(default_factory=list)
@@ -251,7 +225,7 @@ class Wiring:
             if s.readers:
                 uses.update({b.tensor for b in (*s.norm.blocks, *(b for r in s.readers for b in r.blocks))})
         for _, w in self.writers:
-            uses.update(w.parameters)
+            uses.update(b.tensor for b in w.blocks)
         uses.update({(id(rows.module), rows.attribute): rows.tensor for _, rows in self.tables}.values())
         return {p for p, count in uses.items() if count > 1}
 
@@ -328,10 +302,37 @@ def wiring_of(model: nn.Module) -> Wiring | None:
         return Wiring(closed=False)
 
 
-def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
-    r"""Return the pairs of hidden neurons: a row of a gated up-projection, or before a ReLU, and a column down.
+def neurons(name: str, kind: str, up: Affine, down: Affine) -> SymmetricPair:
+    """Describe hidden neurons: a row of a gated up-projection, or before a ReLU, and a column down.
 
-    u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
+    u → c u, down column / c, with c ≠ 0 or c > 0: GL(1) for every neuron.
+
+    Parameters
+    ----------
+    name : str
+    kind : str
+        ``"glu"`` if another layer gates them, ``"relu"`` if they are rectified.
+    up, down : Affine
+        The layers whose rows and columns they are; of ``up`` the rows of the neurons alone, without a gate's.
+
+    Returns
+    -------
+    SymmetricPair
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import affine, neurons
+    >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> print(neurons("mlp", "relu", affine(model, "0"), affine(model, "2")).group)
+    (ℝ+)^8
+    """
+    group = GL(up.matrix.rows, diagonal=True, positive=kind == "relu")
+    return SymmetricPair(name, kind, group, tuple(up.written), (down.matrix,), part="neurons")
+
+
+def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
+    """List the pairs of hidden neurons that can be used.
 
     Parameters
     ----------
@@ -350,8 +351,4 @@ def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
     >>> [str(p.group) for p in neuron_pairs(wiring_of(encoder))]
     ['(ℝ+)^16']
     """
-    found = []
-    for n in [] if wiring is None else wiring.neurons:
-        group = GL(n.up.matrix.rows, diagonal=True, positive=n.kind == "relu")
-        found.append(SymmetricPair(n.name, n.kind, group, tuple(n.up.written), (n.down.matrix,), part="neurons"))
-    return [usable(p) for p in merged(found)]
+    return [] if wiring is None else [usable(p) for p in merged(wiring.neurons)]

@@ -207,7 +207,7 @@ def test_rows_of_one_matrix(blocks, order):
     split = {c: part.reshape(-1, size, 8) for c, part in zip(order, parts, strict=True)}
     place = Heads(heads, kv_heads, size, blocks=blocks, order=order)
     layer.o = nn.Linear(heads * size, 8)
-    for p in roles_of(layer).pairs("", place, place):
+    for p in roles_of(layer).pairs("", qk=place, vo=place):
         x, g = p.gather(), p.head * kv_heads // heads
         first, second = ("q", "k") if p.kind == "qk" else ("v", None)
         assert torch.equal(x[:8].T, split[first][p.head if first == "q" else g])
@@ -247,7 +247,7 @@ def test_tensors_with_an_axis_of_heads():
     layer.o = nn.Linear(6, 8)
     layer.r_kernel, layer.r_w_bias = nn.Parameter(torch.randn(5, 2, 3)), nn.Parameter(torch.randn(2, 3))
     place = Heads(2, 2, 3)
-    _, _, qk, _ = roles_of(layer).pairs("", place, place)
+    _, _, qk, _ = roles_of(layer).pairs("", qk=place, vo=place)
     q, k = (torch.cat([m.weight[3:].T, m.bias[None, 3:]]) for m in (layer.q, layer.k))
     assert torch.equal(qk.gather(), torch.cat([q, layer.r_w_bias[1:], k, layer.r_kernel[:, 1]]))
 

@@ -55,7 +55,7 @@ def test_a_stack_before_and_after_norms():
     ]  # fmt: skip
     writers = [layer for block in model.blocks for layer in (block.down, block.down2)]
     assert [w.matrix.module for _, w in before.writers] == writers
-    assert [(n.kind, n.up.matrix.module) for n in before.neurons[:2]] == [
+    assert [(n.kind, n.G[0].module) for n in before.neurons[:2]] == [
         ("relu", model.blocks[0].up), ("glu", model.blocks[0].up2),
     ]  # fmt: skip
     after = wire(Wiring(), model, replace(LAYOUT, post_norm=True), [head])
@@ -105,8 +105,8 @@ def test_every_parameter_has_a_place(family):
     model = build(family)
     wiring = wiring_of(model)
     known = {p for s in wiring.sites for r in s.readers for b in (*s.norm.blocks, *r.blocks) for p in [b.tensor]}
-    known |= {p for _, w in wiring.writers for p in w.parameters} | {rows.tensor for _, rows in wiring.tables}
-    known |= {p for _, c in wiring.classifiers for p in c.parameters}
+    known |= {b.tensor for _, w in wiring.writers for b in w.blocks} | {rows.tensor for _, rows in wiring.tables}
+    known |= {b.tensor for _, c in wiring.classifiers for b in c.blocks}
     known |= {rows.tensor for _, tables in wiring.score_tables for rows in tables}
     known |= {b.tensor for _, q, k in wiring.qk_norms for b in (*q.blocks, *k.blocks)}
     assert not [name for name, p in model.named_parameters() if p not in known]

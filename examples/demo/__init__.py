@@ -1,6 +1,6 @@
 """The demo: a transformer trained on real images, its sharpness, and that of equivalent networks.
 
-Needs the extra ``demo``.
+It is installed as ``sharpness.demo``, for the command ``sharpness demo``. Needs the extra ``demo``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import apply_random_moves_
-
-from .errors import require_extra
-from .evaluation import evaluate, progress_bar
-from .files import check_file, write_json
-from .plots import COLOURS, MARKERS, figure
+from sharpness.errors import require_extra
+from sharpness.evaluation import evaluate, progress_bar
+from sharpness.files import check_file, write_json
+from sharpness.plots import COLOURS, MARKERS, figure
 
 #: The measures and their radii.
 RADII = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv": 0.1}

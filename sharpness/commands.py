@@ -1,4 +1,4 @@
-"""The commands ``demo``, ``symmetries``, ``canonicalize`` and ``run``."""
+"""The commands: each is a function, whose parameters are its options and whose docstring is its help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,17 +14,19 @@ from quotient_manifolds.symmetries import check_coverage, default_forward, find_
 from quotient_manifolds.symmetries import verify as verify_pairs
 from quotient_manifolds.symmetries.whole import canonical_form, canonicalize_, verify_whole
 
-from .. import models, plots
-from ..ascent import Search
-from ..data import DataChoice
-from ..distributed import World, torchrun
-from ..errors import naming, require_extra
-from ..files import check_apart, check_file, check_folder, write_json
-from ..measures import LOCAL, checked_radii, measure_of
-from ..results import SharpnessResult
-from ..study.plan import as_data, of_model, places
-from ..study.run import measured, versions
-from . import checked_device
+from . import models, plots, study
+from .ascent import Search
+from .data import DataChoice
+from .distributed import World, torchrun
+from .errors import naming, require_extra
+from .files import check_apart, check_file, check_folder, write_json
+from .measures import LOCAL, checked_radii, measure_of
+from .results import SharpnessResult
+from .study.plan import as_data, of_model, places
+from .study.run import measured, versions, write_results
+from .study.tables import CONTROLS, FEWEST_MODELS, one_radius
+
+Target = Literal["gap", "loss-gap", "test-error", "test-loss"]
 
 
 def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
@@ -47,7 +49,7 @@ def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool =
     quiet
         Show no progress.
     """
-    from ..demo import run
+    from .demo import run
 
     run(seed=seed, out=out, progress=not quiet)
     return 0
@@ -122,12 +124,8 @@ def canonicalize(model: str, *, out: Path) -> int:
     """
     loaded = models.load(model)
     network: Any = loaded.model
-    if loaded.folder is None:
-        raise ValueError(f"{model}: only models of transformers can be saved in canonical form")
-    if loaded.example is None:
-        raise ValueError(
-            f"{model}: only the outputs for images and texts can be compared with those of the canonical form"
-        )
+    if loaded.folder is None or loaded.example is None:
+        raise ValueError(f"{model}: only models of transformers, for images or texts, can be saved in canonical form")
     if out.exists():
         raise ValueError(f"--out {out} exists already; give a new folder")
     with torch.no_grad():
@@ -209,9 +207,13 @@ def run(
     for name in measure:
         checked_radii(measure_of(name), rho)
     _check_targets(model, data, checkpoint, out, figures)
-    with torchrun(where := checked_device(device)) as group:
+    with torchrun(where := models.checked_device(device)) as group:
         leader = World(group).rank == 0
-        network, batches, remarks = _loaded(model, checkpoint, choice, where)
+        loaded = models.load(model, checkpoint)
+        if checkpoint is None and loaded.folder is None and ":" not in model:
+            raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
+        network, batches = loaded.model.to(where), choice.load(loaded, where)
+        remarks = [*loaded.remarks, *batches.remarks]
         written: dict[str, Any] = {"remarks": remarks, "results": []}
         print(*(f"{remark}\n" for remark in remarks if leader), sep="", end="", flush=True)
         if leader and out is not None:
@@ -230,27 +232,16 @@ def run(
     return 0
 
 
-def _loaded(model: str, checkpoint: str | None, choice: DataChoice, device: torch.device) -> tuple[Any, Any, list[str]]:
-    """Load a model, its batches, and the remarks on both."""
-    loaded = models.load(model, checkpoint)
-    if checkpoint is None and loaded.folder is None and ":" not in model:
-        raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
-    batches = choice.load(loaded, device)
-    return loaded.model.to(device), batches, [*loaded.remarks, *batches.remarks]
-
-
 def _check_targets(model: str, data: str, checkpoint: str | None, out: Path | None, figures: Path | None) -> None:
     """Check that results can be written, and that they replace nothing that is read."""
-    read = places(data)
-    folders = [path for path in read if path.is_dir()]
     if figures is not None:
-        check_apart(figures, (), folders)
+        check_apart(figures, (), places(data))
         with require_extra("figures need matplotlib", "plot"):
             import matplotlib  # noqa: F401
         check_folder(figures)
     if out is not None:
         check_file(out)
-        check_apart(out, [*places(model), checkpoint, *read], folders)
+        check_apart(out, [*places(model), checkpoint], places(data))
 
 
 def _draw(figures: Path, model: Any, batches: Any, result: SharpnessResult, passes: dict[str, Any]) -> None:
@@ -259,3 +250,127 @@ def _draw(figures: Path, model: Any, batches: Any, result: SharpnessResult, pass
             print(f"drawn: {path}", file=sys.stderr)
     except (KeyError, ValueError) as error:  # the measurement is still valid
         print(f"sharpness: no figures of {result.measure.name}: {error}", file=sys.stderr)
+
+
+def sweep(config: Path, *, out: Path, shard: str = "1/1", quiet: bool = False) -> int:
+    """Measure many checkpoints; an interrupted sweep resumes when it is called again.
+
+    Measure many checkpoints under several measures, radii and ablations. A JSON file
+    says which; its keys are checkpoints, data, train, test, measures, rho, ablations,
+    baselines, initial, steps, relative_tol and device (docs/guides/sweeps.md). A sweep
+    may be interrupted; the same command resumes it from the folder OUT. --shard splits
+    the checkpoints among processes that share OUT. The exit code is 1 if a checkpoint
+    failed.
+
+    in a shell:
+      sharpness sweep sweep.json --out results
+      sharpness sweep sweep.json --out results --shard 1/4
+
+    Parameters
+    ----------
+    config
+        JSON file.
+    out
+        Folder for the results: results.jsonl, and a file per job.
+    shard
+        I/N, to measure the I-th of N parts of the checkpoints.
+    quiet
+        Show no progress.
+    """
+    plan, results = study.read_config(config), out / "results.jsonl"
+    data = [path for d in (plan.data, plan.train, plan.test) if d is not None for path in places(d.source)]
+    check_apart(results, [config, plan.initial], data)
+    if results.exists() and not (out / "jobs").is_dir():
+        raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
+    failed = study.run_sweep(plan, out, shard=shard, progress=not quiet)
+    rows = study.read_rows(out, plan)
+    write_results(results, rows)
+    for job in failed:
+        at = f" at rho = {job['rho']:g}" if isinstance(job.get("rho"), float) else ""  # the others' results are kept
+        print(f"sharpness: {job['checkpoint']}, {job.get('measure', job['kind'])}{at}: {job['error']}", file=sys.stderr)
+    if not quiet:
+        print(f"{len(rows)} rows in {results}; show them with: sharpness table {out}")
+    return 1 if failed else 0
+
+
+def table(
+    results: Path,
+    *,
+    target: Target = "gap",
+    per_model: bool = False,
+    format: Literal["text", "latex", "csv"] = "text",
+    short: bool = False,
+    given: tuple[str, ...] = (),
+) -> int:
+    """Print how every measure ranks the models of a sweep, or a row for each model.
+
+    Print Kendall's tau between the target and every measure at every radius, with
+    bootstrap intervals. A partial tau controls for training loss and training error;
+    its intervals hold together. Fewer than ten models are too few to correlate: they
+    are listed one by one. Notes go to standard error if the format is not text.
+
+    in a shell:
+      sharpness table results --short
+      sharpness table results --per-model --format latex
+
+    Parameters
+    ----------
+    results
+        The folder of a sweep, or its results.jsonl.
+    target
+        What is to be predicted; the gap is test error minus training error.
+    per_model
+        A row for each model: losses, errors, and sharpness with its standard error.
+    format
+        Of the table.
+    short
+        One radius for each measure: its default, or the middle.
+    given
+        Where models are ranked, control for these quantities too, beside training loss and error; for example distance
+        (from the initial weights), which sharpness may follow.
+    """
+    rows = study.read_results(results)
+    count, notes = len(study.targets(rows, target)), []
+    if per_model or count < FEWEST_MODELS:
+        shown = study.per_model(rows, short=short)
+        notes.append("Losses and sharpness are in nats, with the standard error over batches; errors are fractions.")
+        if count < FEWEST_MODELS:
+            fix = "" if count else " Give the sweep test data, or choose another --target."
+            notes.append(f"{count} models with a {target}: too few to correlate, which needs 10.{fix}")
+    else:
+        controls = tuple(dict.fromkeys([*CONTROLS, *given]))
+        shown = study.compare(rows, target, given=controls)
+        shown = one_radius(shown) if short else shown
+        notes.append(f"tau is Kendall's, with the {target}; partial is tau given {', '.join(controls)}.")
+    if format == "csv":
+        print(shown.to_csv(index=False), end="")
+    elif format == "latex":
+        print(shown.to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format), end="")
+    else:
+        print(shown.to_string(index=False, na_rep="", float_format="{:.4g}".format), end="\n\n")
+    notes += study.remarks(rows)
+    print(*(f"- {note}" for note in notes), sep="\n", file=sys.stdout if format == "text" else sys.stderr)
+    return 0
+
+
+def plot(results: Path, *, target: Target = "gap", out: Path) -> int:
+    """Draw how every measure ranks the models of a sweep.
+
+    Draw the target against every measure, at its default radius or the middle one,
+    with Kendall's tau.
+
+    in a shell:
+      sharpness plot results --out scatter.png
+
+    Parameters
+    ----------
+    results
+        The folder of a sweep, or its results.jsonl.
+    target
+        What is to be predicted; the gap is test error minus training error.
+    out
+        Figure: a .png, .pdf or .svg.
+    """
+    study.plot_sweep(study.read_results(results), target, out)
+    print(out)
+    return 0

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import re
 import shlex
 import sys
@@ -30,9 +29,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn
 
-import torch
-
-from ..errors import EXPECTED, naming, words_of
+from . import commands
+from .ascent import Search
+from .data import DataChoice
+from .errors import EXPECTED, words_of
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,19 +48,13 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    from ..ascent import Search
-    from ..data import DataChoice
-    from . import many_models, one_model  # which import this module
-
     description, _, epilog = __doc__.partition("\n\nin a shell:")
     top = Parser("sharpness", description=description, epilog=f"in a shell:{epilog}")
-    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    add_command(commands, one_model.demo)
-    add_command(commands, one_model.symmetries, DataChoice)
-    add_command(commands, one_model.canonicalize)
-    add_command(commands, one_model.run, DataChoice, Search)
-    for function in (many_models.sweep, many_models.table, many_models.plot):
-        add_command(commands, function)
+    added = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    more = {commands.symmetries: (DataChoice,), commands.run: (DataChoice, Search)}
+    for name in ("demo", "symmetries", "canonicalize", "run", "sweep", "table", "plot"):
+        function = getattr(commands, name)
+        add_command(added, function, *more.get(function, ()))
     return top
 
 
@@ -153,14 +147,3 @@ def place(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
-
-
-def checked_device(name: str) -> Any:
-    """Return a device of torch, after checking that it exists."""
-    with naming(f"the device {name!r} cannot be used"):
-        device = torch.device(name)
-        if device.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun gives every process a GPU of its own
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        torch.zeros((), device=device).item()
-    return device

@@ -1,7 +1,6 @@
-"""Which measure ranks models by generalisation: Kendall's τ of every quantity, as tables and figures.
+"""What the rows of a sweep say: of each model, and which measure ranks the models by generalisation (Kendall's τ).
 
-A measure's correlation depends on its radius, and sharpness follows the training loss. So each measure is examined at
-all its radii, and beyond what training loss and error explain.
+As sharpness follows the training loss, a measure is examined beyond what training loss and error explain, at all radii.
 """
 
 from __future__ import annotations
@@ -10,16 +9,26 @@ import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from statistics import stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import require_extra
+from ..measures import MEASURES
 from ..plots import COLOURS, MARKERS, figure
-from .results import TARGETS, Row, measurements, one_radius, targets
+from .run import FITS, Row, label
 
 _Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
+#: The targets that measures are compared with: names and descriptions.
+TARGETS = {
+    "gap": "test error − training error",
+    "loss-gap": "test loss − training loss",
+    "test-error": "test error",
+    "test-loss": "test loss",
+}
 #: The controls, beyond which a measure should add information.
 CONTROLS = ("train_loss", "train_error")
 #: With fewer models a rank correlation says next to nothing: for nine models, one in thirteen unrelated quantities has
@@ -28,6 +37,158 @@ FEWEST_MODELS = 10
 _PLACE = ["quantity", "rho"]
 _FOUND = ["median", "models", "tau", "low", "high", "p", "partial", "partial_low", "partial_high"]
 _RESAMPLES = 10_000
+
+
+def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
+    """Look up the target by checkpoint; checkpoints without it are left out.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Rows as returned by :func:`sharpness.study.read_results`; those of the kind ``"fit"`` are used.
+    target : {"gap", "loss-gap", "test-error", "test-loss"}
+        Test error minus training error; test loss minus training loss; test error; test loss.
+
+    Returns
+    -------
+    dict of str to float
+        By checkpoint.
+
+    Raises
+    ------
+    ValueError
+        The target is unknown.
+
+    Examples
+    --------
+    >>> targets([{"checkpoint": "a", "kind": "fit", "train_loss": 0.25, "test_loss": 0.75}], "loss-gap")
+    {'a': 0.5}
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
+    what, found = "loss" if "loss" in target else "error", {}
+    for fit in (row for row in rows if row["kind"] == "fit"):
+        test, train = fit.get(f"test_{what}"), fit.get(f"train_{what}") if "gap" in target else 0.0
+        if test is not None and train is not None:
+            found[fit["checkpoint"]] = test - train
+    return found
+
+
+def measurements(rows: Sequence[Row]) -> Any:
+    """Collect all quantities in a pandas DataFrame.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of a sweep, see :func:`sharpness.study.read_results`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        With the columns ``checkpoint``, ``kind``, ``quantity``, ``rho`` (0 without a radius), ``value`` (the mean over
+        the batches) and ``std_error`` (over the batches; NaN for one batch).
+
+    Examples
+    --------
+    >>> of = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive", "ablation": {}}
+    >>> found = measurements([{**of, "rho": 0.5, "sharpness": 0.2, "per_batch": [0.1, 0.3]}])
+    >>> print(found.to_string(index=False))
+    checkpoint      kind quantity  rho  value  std_error
+         run 7 sharpness adaptive  0.5    0.2        0.1
+    """
+    with require_extra("tables need pandas", "plot"):
+        import pandas as pd
+    lines = list[tuple[Any, ...]]()
+    for row in rows:
+        place = row["checkpoint"], row["kind"]
+        if row["kind"] == "sharpness":
+            name, batches = label(row["measure"], row["ablation"]), row.get("per_batch") or ()
+            error = stdev(batches) / len(batches) ** 0.5 if len(batches) > 1 else math.nan
+            lines.append((*place, name, row["rho"], row["sharpness"], error))
+            if row.get("trace") is not None:
+                lines.append((*place, f"{name}, trace", 0.0, row["trace"], math.nan))
+            continue
+        for name in FITS if row["kind"] == "fit" else [k for k in row if k != "seconds"]:
+            if isinstance(row.get(name), (int, float)) and not isinstance(row[name], bool):
+                lines.append((*place, name, 0.0, row[name], math.nan))
+    return pd.DataFrame(lines, columns=["checkpoint", "kind", "quantity", "rho", "value", "std_error"])
+
+
+def one_radius(frame: Any) -> Any:
+    """Take one radius for each measure: its default if it is there, else the middle one; what has no radius stays."""
+    kept = {}
+    for name, radii in frame[frame["rho"] > 0].groupby("quantity")["rho"]:
+        measure, several = name.split(",")[0], sorted(set(radii))
+        default = MEASURES[measure].rho if measure in MEASURES else None
+        kept[name] = default if default in several else several[len(several) // 2]
+    return frame[(frame["rho"] == 0) | (frame["rho"] == frame["quantity"].map(kept))]
+
+
+def per_model(rows: Sequence[Row], *, short: bool = False) -> Any:
+    """Tabulate a sweep with one row per checkpoint.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of a sweep, see :func:`sharpness.study.read_results`.
+    short : bool
+        Take one radius for each measure: its default if the sweep has it, else the middle one.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Losses and errors on training and test data, the gap (test error minus training error), and every measure with
+        its radius; the standard error over the batches, if there are several, has a column of its own.
+
+    Examples
+    --------
+    >>> fit = {"checkpoint": "run 7", "kind": "fit", "train_error": 0.25, "test_error": 0.375}
+    >>> per_model([fit]).to_dict("records")
+    [{'model': 'run 7', 'train error': 0.25, 'test error': 0.375, 'gap': 0.125}]
+    """
+    frame, gaps = measurements(rows), targets(rows, "gap")
+    values = (one_radius(frame) if short else frame).set_index("checkpoint")
+    table = values.loc[~values.index.duplicated(), []]
+    for name in FITS:
+        if (values["quantity"] == name).any():
+            table[name.replace("_", " ")] = values.loc[values["quantity"] == name, "value"]
+    if gaps:
+        table["gap"] = table.index.map(gaps)
+    for (name, rho), part in values[values["kind"] == "sharpness"].groupby(["quantity", "rho"]):
+        column = f"{name}, rho = {rho:g}" if rho else name
+        table[column] = part["value"]
+        if part["std_error"].notna().any():
+            table[f"{column}, standard error"] = part["std_error"]
+    return table.rename_axis("model").reset_index()
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """List what was remarked on the measurements of a sweep, each once, with the models that it is about.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of a sweep, see :func:`sharpness.study.read_results`.
+
+    Returns
+    -------
+    list of str
+
+    Examples
+    --------
+    >>> row = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive", "ablation": {}, "remarks": ["so"]}
+    >>> remarks([row, row])
+    ['so (adaptive; run 7)']
+    """
+    about: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for row in rows:
+        for remark in row.get("remarks") or ():
+            measures, models = about.setdefault(remark, ({}, {}))
+            measures[label(row["measure"], row["ablation"])] = models[row["checkpoint"]] = None
+    return [
+        f"{remark} ({', '.join(measures)}; {', '.join(models) if len(models) <= 3 else f'{len(models)} models'})"
+        for remark, (measures, models) in about.items()
+    ]
 
 
 class Correlation(NamedTuple):
@@ -172,14 +333,12 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
         )
     frame = frame[frame["checkpoint"].isin(goal) & ~frame["quantity"].isin(["test_loss", "test_error"])]
     columns = {place: part.set_index("checkpoint")["value"] for place, part in frame.groupby(_PLACE, sort=False)}
-    controls = {}
+    without_radius = {quantity: values for (quantity, rho), values in columns.items() if not rho}
     for name in given:
-        lacking = len(goal) - len(columns.get((name, 0.0), ()))
+        lacking = len(goal) - len(without_radius.get(name, ()))
         if lacking and name not in CONTROLS:
-            there = ", ".join(quantity for quantity, rho in columns if not rho)
-            raise ValueError(f"{lacking} models have no {name} to control for; there are {there}")
-        if (name, 0.0) in columns:
-            controls[name] = columns[name, 0.0]
+            raise ValueError(f"{lacking} models have no {name} to control for; there are {', '.join(without_radius)}")
+    controls = {name: without_radius[name] for name in given if name in without_radius}
     columns = {place: values for place, values in columns.items() if len(values) > 2}
     lines = []
     for (quantity, rho), values in columns.items():
@@ -198,10 +357,8 @@ def plot_sweep(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -
 
     Parameters
     ----------
-    rows : sequence of mapping
-        See :func:`sharpness.study.read_results`.
-    target : str
-        The quantity to be predicted, see :func:`sharpness.study.targets`.
+    rows, target
+        As for :func:`sharpness.study.compare`.
     path : str or path
         File for the figure.
 

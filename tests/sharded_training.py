@@ -1,0 +1,122 @@
+"""What processes of this machine do with optimisers of models that FSDP2 shards over them."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from quotient_manifolds.optim import QuotientSGD, create_quotient_lora_optimizer, create_quotient_optimizer
+from quotient_manifolds.symmetries import adapter_pairs, find_symmetric_pairs
+
+from .training import X, Y, lora, loss_of, trainable
+
+STEPS = 20
+KINDS = ("adam", "muon", "sgd")
+#: How the model is sharded and what it is, the optimiser, and the dtype.
+CASES = [
+    *(("root", kind, dtype) for kind in KINDS for dtype in (torch.float64, torch.float32)),
+    *((way, "adam", torch.float64) for way in ("each", "hybrid", "swapped", "attention")),
+    ("each", "muon", torch.float32), ("attention", "muon", torch.float64), ("attention", "sgd", torch.float32),
+]  # fmt: skip
+
+
+def network(way, dtype):
+    """A model whose sizes four processes do not divide, with a classifier or with entries outside pairs."""
+    if way == "attention":
+        torch.manual_seed(0)
+        return nn.TransformerEncoderLayer(12, 3, 7, dropout=0.0, batch_first=True).to(dtype)
+    return lora(full_rank=False, dtype=dtype, targets=("0",), modules_to_save=["2"])
+
+
+def optimizer_of(model, way, kind):
+    options = {"weight_decay": 0.1, "max_grad_norm": 0.3}
+    if kind == "sgd":
+        pairs = find_symmetric_pairs(model) if way == "attention" else adapter_pairs(model)
+        return QuotientSGD(trainable(model), pairs, 0.05, 0.9, **options)
+    lr = 1e-2 if kind == "adam" else 0.05
+    if way == "attention":  # queries and keys lie in one parameter with the values
+        pairs = [p for p in find_symmetric_pairs(model) if p.kind == "vo"]
+        return create_quotient_optimizer(model, lr=lr, optimizer=kind, pairs=pairs, **options)
+    return create_quotient_lora_optimizer(model, lr=lr, optimizer=kind, **options)
+
+
+def loss(model, way, x, y):
+    if way != "attention":
+        return loss_of(model, x, y)
+    p = next(model.parameters())
+    return (model(x.to(p.dtype).unsqueeze(1)).squeeze(1)[:, :9] - y.to(p.dtype)).square().mean()
+
+
+def trained(model, optimizer, way, steps, rank=0, size=1):
+    """Train on this process's examples, in two passes a step."""
+    x, y = (t.chunk(size)[rank].chunk(2) for t in (X, Y))
+    for _ in steps:
+        optimizer.zero_grad()
+        for half in range(2):
+            (loss(model, way, x[half], y[half]) / 2).backward()
+        optimizer.step()
+
+
+def shard(model, way, size):
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("all", "part")) if way == "hybrid" else None
+    if way == "each":
+        for m in model.modules():
+            if not list(m.children()) and list(m.parameters()):
+                fully_shard(m)
+    return fully_shard(model, mesh=mesh)
+
+
+def weights(model):
+    with torch.no_grad():
+        return {name: p.full_tensor().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def made(way, dtype, kind, size):
+    model = network(way, dtype)
+    if way != "swapped":
+        shard(model, way, size)
+        return model, optimizer_of(model, way, kind)
+    optimizer, names = optimizer_of(model, way, kind), {p: name for name, p in model.named_parameters()}
+    shard(model, way, size)
+    now = dict(model.named_parameters())
+    for group in optimizer.param_groups:  # as accelerate does
+        group["params"] = [now[names[p]] for p in group["params"]]
+    return model, optimizer
+
+
+def work(folder):
+    """Train in every way, and keep the ends; resume what two processes have saved."""
+    dist.init_process_group("gloo")
+    torch.set_default_dtype(torch.float64)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ends = {}
+    for way, kind, dtype in CASES:
+        model, optimizer = made(way, dtype, kind, size)
+        trained(model, optimizer, way, range(10), rank, size)
+        saved = {"model": weights(model), "optimizer": optimizer.state_dict()}
+        numbers = sum(v.numel() for s in optimizer._stacks for v in s.state.values())
+        trained(model, optimizer, way, range(10), rank, size)
+        ends[way, kind, dtype] = weights(model), numbers
+        file = f"{folder}/{way}-{kind}-{dtype}.pt"
+        if size == 2:
+            if rank == 0:
+                torch.save(saved, file)
+            if way == "swapped":
+                checkpoint.save(saved, checkpoint_id=f"{folder}/checkpoint")
+            continue
+        if way == "swapped":  # what is loaded into what has the same entries
+            checkpoint.load(saved, checkpoint_id=f"{folder}/checkpoint")
+        else:
+            saved = torch.load(file, weights_only=True)
+        model = network(way, dtype)
+        model.load_state_dict(saved["model"], strict=False)
+        shard(model, way, size)
+        optimizer = optimizer_of(model, way, kind)
+        optimizer.load_state_dict(saved["optimizer"])
+        trained(model, optimizer, way, range(10), rank, size)
+        ends[way, kind, dtype, "resumed"] = weights(model), 0
+    torch.save(ends, f"{folder}/{size}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
