@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sharpness
-from quotient_manifolds import GLQuotientInv, GLQuotientMix, canonical_gauge, frechet_mean
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient, canonical_gauge, frechet_mean
 from quotient_manifolds.optim import (
     canonicalize_lora_,
     create_quotient_lora_optimizer,
@@ -96,7 +96,13 @@ def moved(manifold, rows):
 
 def means(device):
     manifold, points = GLQuotientMix(4, 3), (numbers(0, 1, 7, 1) + numbers(1, 2, 7, 1) / 20).to(device)
-    return manifold.to_matrix(frechet_mean(manifold, points).point)
+    weights = torch.tensor([2.0, 1.0], device=device)
+    pairs = numbers(2, 3, 2, 4).abs().to(device)
+    found = [
+        manifold.to_matrix(frechet_mean(manifold, points).point),
+        manifold.to_matrix(manifold.mean(points, weights)),
+    ]
+    return torch.cat([x.flatten() for x in (*found, RescaleQuotient("inv").mean(pairs))])
 
 
 def distances(device):
@@ -124,7 +130,7 @@ def verified(device):
     assert whole.ok
     assert max(found.changes.values()) < 1e-9
     points = [p.manifold().unpack_tensor(p.gather().detach()) for p in find_symmetric_pairs(model)]
-    return [canonical_gauge(G, H).sigma for G, H in points]
+    return torch.stack([canonical_gauge(G, H).sigma for G, H in points])
 
 
 def at_the_weights(device):
@@ -180,8 +186,9 @@ def averaged(device):
     model, _ = made(lambda: adapted(networks.bert(layers=1), ["query", "value"]), networks.text)
     for name in ("other", "mean"):
         model.add_adapter(name, model.peft_config["default"])
-    for i, p in enumerate(adapter_pairs(model, ["other"], include_frozen=True)):
-        p.scatter_(numbers(i, *p.gather().shape))
+    others = adapter_pairs(model, ["other"], include_frozen=True)
+    for i, (p, q) in enumerate(zip(adapter_pairs(model, ["default"]), others, strict=True)):
+        q.scatter_(p.gather().detach() * (1 + numbers(i, p.n + p.m, 1) / 10))
     model.to(torch.get_default_dtype()).to(device)
     average_lora_(model, ["default", "other"], "mean", weights=[1, 2])
     points = [p.gather().detach() for p in adapter_pairs(model, ["mean"], include_frozen=True)]
@@ -300,6 +307,7 @@ CALLS = {
     "verified": verified,
     "inv": moved(GLQuotientInv(6, 5), 11),
     "mix": moved(GLQuotientMix(6, 5), 11),
+    "rescale": moved(RescaleQuotient("mix"), 2),
     "adam": trained(lambda model: create_quotient_optimizer(model, lr=1e-2)),
     "muon": trained(lambda model: create_quotient_optimizer(model, lr=1e-2, optimizer="muon")),
 }
@@ -312,7 +320,9 @@ BY_DEFAULT = ("geodesic-inv", "complete-mix", "turned", "verified", "distances",
 RARE = ("average", "averaged", "points", "heads as points", "examined", "along the worst of the whole")
 
 #: Calls that every run makes with the CPU as the default: one of those that are alike, and none that the others make.
-SOME = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, "euclidean", "adaptive", "complete-inv", "means", "mix", *RARE}))
+SOME = tuple(
+    sorted(CALLS.keys() - {*BY_DEFAULT, "euclidean", "adaptive", "complete-inv", "means", "mix", "rescale", *RARE})
+)
 
 #: What is made without double precision: all but the baselines of the studies.
 NARROW = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, "at the weights"}))
