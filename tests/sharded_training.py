@@ -1,11 +1,12 @@
 """What processes of this machine do with optimisers of models that FSDP2 shards over them."""
 
+import accelerate
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from quotient_manifolds.optim import QuotientSGD, create_quotient_lora_optimizer, create_quotient_optimizer
 from quotient_manifolds.symmetries import adapter_pairs, find_symmetric_pairs
@@ -19,6 +20,7 @@ CASES = [
     *(("root", kind, dtype) for kind in KINDS for dtype in (torch.float64, torch.float32)),
     *((way, "adam", torch.float64) for way in ("each", "hybrid", "swapped", "attention")),
     ("each", "muon", torch.float32), ("attention", "muon", torch.float64), ("attention", "sgd", torch.float32),
+    ("absent", "adam", torch.float64), ("absent hybrid", "muon", torch.float64), ("mixed", "adam", torch.float32),
 ]  # fmt: skip
 
 
@@ -27,7 +29,11 @@ def network(way, dtype):
     if way == "attention":
         torch.manual_seed(0)
         return nn.TransformerEncoderLayer(12, 3, 7, dropout=0.0, batch_first=True).to(dtype)
-    return lora(full_rank=False, dtype=dtype, targets=("0",), modules_to_save=["2"])
+    model = lora(full_rank=False, dtype=dtype, targets=("0",), modules_to_save=["2"])
+    if way == "mixed":
+        for p in (p for p in model.parameters() if not p.requires_grad):
+            p.data = p.data.to(torch.bfloat16).to(dtype)
+    return model
 
 
 def optimizer_of(model, way, kind):
@@ -43,24 +49,42 @@ def optimizer_of(model, way, kind):
 
 
 def loss(model, way, x, y):
+    if way == "mixed":  # whose first parameter is of the base
+        return (model(x.float()) - y.float()).square().mean()
     if way != "attention":
         return loss_of(model, x, y)
     p = next(model.parameters())
     return (model(x.to(p.dtype).unsqueeze(1)).squeeze(1)[:, :9] - y.to(p.dtype)).square().mean()
 
 
-def trained(model, optimizer, way, steps, rank=0, size=1):
-    """Train on this process's examples, in two passes a step."""
+def trained(model, optimizer, way, steps, rank=0, size=1, like=1):
+    """Train on this process's examples, in two passes a step; one process may leave out what one of several does."""
     x, y = (t.chunk(size)[rank].chunk(2) for t in (X, Y))
-    for _ in steps:
+    optimizer.certify = "absent" not in way  # 0 is not the gradient at these weights
+    for i in steps:
         optimizer.zero_grad()
         for half in range(2):
             (loss(model, way, x[half], y[half]) / 2).backward()
+        if "absent" in way and i % 2:
+            leave_out(model, rank, size, like // 2 if "hybrid" in way else like)
         optimizer.step()
 
 
+def leave_out(model, rank, size, parts):
+    """The first process is without gradients, all are without that of the bias; one process has 0 for the former."""
+    for name, p in model.named_parameters():
+        if name.endswith("bias") or (rank == 0 and size > 1):
+            p.grad = None
+        elif p.grad is not None and size == 1:
+            p.grad.chunk(parts)[0].zero_()
+
+
 def shard(model, way, size):
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("all", "part")) if way == "hybrid" else None
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("all", "part")) if "hybrid" in way else None
+    if way == "mixed":  # the frozen base is of bfloat16, and computes in the precision of the adapters
+        for p in (p for p in model.parameters() if not p.requires_grad):
+            p.data = p.data.to(torch.bfloat16)
+        return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     if way == "each":
         for m in model.modules():
             if not list(m.children()) and list(m.parameters()):
@@ -75,14 +99,22 @@ def weights(model):
 
 def made(way, dtype, kind, size):
     model = network(way, dtype)
-    if way != "swapped":
-        shard(model, way, size)
-        return model, optimizer_of(model, way, kind)
-    optimizer, names = optimizer_of(model, way, kind), {p: name for name, p in model.named_parameters()}
+    if way == "swapped":
+        return prepared(model, optimizer_of(model, way, kind))
     shard(model, way, size)
-    now = dict(model.named_parameters())
-    for group in optimizer.param_groups:  # as accelerate does
-        group["params"] = [now[names[p]] for p in group["params"]]
+    return model, optimizer_of(model, way, kind)
+
+
+def prepared(model, optimizer):
+    """Let accelerate shard the model and replace the optimiser's parameters, which on a CPU it does if told so late."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=True
+    )
+    accelerator.state._shared_state.update(distributed_type=accelerate.DistributedType.FSDP, fsdp_plugin=plugin)
+    model, wrapped = accelerator.prepare(model, optimizer)
+    assert wrapped.optimizer is optimizer
     return model, optimizer
 
 

@@ -163,7 +163,7 @@ class QuotientOptimizer(Optimizer):
         own = dict.fromkeys(chain.from_iterable(group["params"] for group in self.param_groups))
         if check_places(self._places, self._layers, own):
             self._cover()
-        gradients = {p: p.grad for p in own if p.grad is not None}
+        gradients = self._shards.gradients(own)
         if any(map(attrgetter("is_sparse"), gradients.values())):
             raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
         if gradients:

@@ -50,6 +50,26 @@ class Shards:
             )
         self.group = next((mesh.get_group(dims[0]) for mesh, dims in over), None)
         self.rank, self.size = (dist.get_rank(self.group), dist.get_world_size(self.group)) if over else (0, 1)
+        self.replicas = [mesh.get_group(i) for mesh, dims in over for i in range(mesh.ndim) if i not in dims]
+
+    def gradients(self, own: Iterable[Any]) -> dict[Tensor, Tensor]:
+        """List the gradients of parameters, of which all processes then have the same.
+
+        Where one has none but another has, as by hand, it is 0, and so are those of its replicas.
+        """
+        found = {p: p.grad for p in own}
+        sharded = [p for p in found if is_sharded(p)] if self.places else []
+        if sharded:
+            here = torch.tensor([float(found[p] is not None) for p in sharded], device=sharded[0].device)
+            anywhere = here.clone()
+            for group in self.replicas:
+                dist.all_reduce(here, dist.ReduceOp.MIN, group=group)
+                dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.group)
+            for p, mine, some in zip(sharded, here.tolist(), anywhere.tolist(), strict=True):
+                if not mine:
+                    found[p] = torch.zeros_like(p) if some else None
+        return {p: g for p, g in found.items() if g is not None}
 
     def _sum(self, found: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         flat = torch.cat([t.flatten() for t in found.values()])
