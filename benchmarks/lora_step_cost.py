@@ -4,6 +4,9 @@ Steps alternate in one process; times are those of the processor, which other pr
 of the clock), medians over repeats. Gradients are given; the certificate of the first step is left out. State is
 counted in numbers a weight. With ``--memory``, the largest resident set of a process that takes three steps by itself,
 above that with weights and gradients (on a GPU the largest allocation), in bytes of the weights.
+
+With ``--processes 1 2 4``, instead: time and state of a process where FSDP2 shards the factors over so many of them, by
+gloo; 0 is one process without FSDP2. The largest median of all processes counts.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,19 +23,26 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from _common import write
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from quotient_manifolds.optim import QuotientAdam, QuotientMuon, QuotientSGD
 from quotient_manifolds.symmetries import GL, SymmetricPair, block, pair
 
 
-def adapters(count: int, rank: int, width: int) -> tuple[list[nn.Parameter], list[SymmetricPair]]:
+def adapters(
+    count: int, rank: int, width: int, *, sharded: bool = False
+) -> tuple[list[nn.Parameter], list[SymmetricPair]]:
     """Factors with gradients, and their pairs."""
     found: list[SymmetricPair] = []
     params: list[nn.Parameter] = []
     for i in range(count):
         A, B = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+        if sharded:
+            fully_shard([A, B])
         found.append(pair([block(B, "weight")], [block(A, "weight", transpose=True)], GL(rank), name=f"adapter {i}"))
         params += [A.weight, B.weight]
     for p in params:
@@ -86,6 +97,53 @@ def peak(name: str) -> float:
     return round(float(json.loads(found)), 2)
 
 
+def process(rank: int, size: int, port: int, options: argparse.Namespace, found: Any) -> None:
+    """Be one of the processes: put the medians and the state of each optimiser into a queue."""
+    os.environ |= {
+        "RANK": f"{rank}",
+        "WORLD_SIZE": f"{size or 1}",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": f"{port}",
+    }
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    params, pairs = adapters(options.adapters, options.rank, options.width, sharded=size > 0)
+    weights, row = options.adapters * 2 * options.rank * options.width, {}
+    for name in ("QuotientMuon", "QuotientAdam"):
+        optimizer = optimizers(params, pairs)[name]()
+        optimizer.certify, spent = False, []
+        for _ in range(options.repeats + 1):
+            dist.barrier()
+            start = time.process_time()
+            optimizer.step()
+            spent.append(1e3 * (time.process_time() - start))
+        numbers_here = sum(v.numel() for s in optimizer._stacks for v in s.state.values())
+        row[name] = statistics.median(spent[1:]), numbers_here / weights  # the first one makes room
+    found.put(row)
+    dist.destroy_process_group()
+
+
+def over_processes(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for size in options.processes:
+        with socket.socket() as s:
+            s.bind(("localhost", 0))
+            port = s.getsockname()[1]
+        queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+        torch.multiprocessing.spawn(process, (size, port, options, queue), nprocs=size or 1)
+        found = [queue.get() for _ in range(size or 1)]
+        rows += [
+            {
+                "optimiser": name, "processes": size, "adapters": options.adapters, "rank": options.rank,
+                "width": options.width, "cpu_ms": round(max(f[name][0] for f in found), 1),
+                "state_over_weights": round(max(f[name][1] for f in found), 3),
+            }
+            for name in found[0]
+        ]  # fmt: skip
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--adapters", type=int, default=200)
@@ -95,8 +153,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--name", default="lora_step_cost")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--processes", type=int, nargs="+", default=[])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.processes:
+        write(options.name, over_processes(options))
+        return
     torch.set_num_threads(1)
     torch.manual_seed(0)
     on_gpu = options.device.startswith("cuda")
