@@ -9,6 +9,7 @@ import pytest
 #: they begin first, so that others use the cores in the meantime.
 FORKING = (
     "test_second_device.py", "test_study_run.py", "test_sharded.py", "test_optim_sharded.py", "test_distributed.py",
+    "test_plots.py",
 )  # fmt: skip
 
 #: The longest of the other files, which begin next: one that began last would keep all but one core idle.

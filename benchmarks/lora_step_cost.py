@@ -100,6 +100,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     on_gpu = options.device.startswith("cuda")
+    # First, for a process begins with the largest resident set of the one that starts it.
+    peaks = {name: peak(name) for name in optimizers([], [])} if options.memory and not options.one else {}
     with torch.device(options.device):
         params, pairs = adapters(options.adapters, options.rank, options.width)
 
@@ -130,7 +132,7 @@ def main() -> None:
             **{f"over_{key}": round(medians[name] / medians[f"AdamW, {label}"], 2)
                for key, label in (("fused", "fused"), ("foreach", "foreach"), ("default", "torch's default"))},
             "state_over_weights": round(numbers(optimizer) / weights, 2),
-            **({"peak_over_weights": peak(name)} if options.memory else {}),
+            **({"peak_over_weights": peaks[name]} if peaks else {}),
         }
         for name, optimizer in made.items()
     ]  # fmt: skip

@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds.optim import create_quotient_optimizer
+from quotient_manifolds.optim.metric import Metric, trace
+from quotient_manifolds.optim.stack import Stack
 from quotient_manifolds.symmetries import GL, SymmetricPair, block, find_symmetric_pairs, pair
 
 RATES = tuple(round(m * 10.0**e, 9) for e in range(-5, 2) for m in (1, 2, 5))
@@ -71,6 +73,7 @@ WHY = {
     "QuotientMuon without planes, Muon": Method("quotient whole", "muon", 1e-2, 1e-2, "attention", "Muon"),
     "QuotientMuon on vo, Muon": Method("quotient vo", "muon", 1e-2, 1e-2, "attention", "Muon"),
     "QuotientMuon on qk, Muon": Method("quotient qk", "muon", 1e-2, 1e-2, "attention", "Muon"),
+    "QuotientMuon without ridge, Muon": Method("quotient bare", "muon", 1e-2, 1e-2, "attention", "Muon"),
     "AdamW on attention, Muon": Method("adamw", "muon", 2e-3, 1e-2, "attention", "Muon"),
     "Muon, attention at its own rate": Method("muon", "muon", 1e-2, 1e-2, "attention", "Muon"),
 }
@@ -133,6 +136,12 @@ def unrotated(p: SymmetricPair) -> SymmetricPair:
     return pair([G], [H], GL(size), name=p.name)
 
 
+def bare_metric(s: Stack, grams: Tensor) -> Metric:
+    """The metric of QuotientMuon with 1e-3 of a product's norm as the least singular value, and no more."""
+    M, N = grams.unbind(-3)
+    return Metric(M, N, s.scale, 1e-6 * s.scale**2 * trace(M @ N)[..., None, None])
+
+
 def optimizers(model: nn.Module, method: Method, unit: Unit) -> list[torch.optim.Optimizer]:
     """The optimisers of a method, which together train all parameters."""
     muon = {"adjust_lr_fn": "match_rms_adamw", "momentum": MOMENTUM, "weight_decay": unit.decay}
@@ -150,6 +159,8 @@ def optimizers(model: nn.Module, method: Method, unit: Unit) -> list[torch.optim
             other_params_lr=unit.other_lr, weight_decay=unit.decay, **own,
         )  # fmt: skip
         made.certify = kind != "whole"
+        if kind == "bare":
+            made._metric = bare_metric  # type: ignore[method-assign]
         return [made]
     named = dict(model.named_parameters())
     matrices = {n: w for n, w in named.items() if w.dim() == 2 and "embed" not in n and "lm_head" not in n}

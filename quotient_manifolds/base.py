@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from .linalg import as_count, check_dtype, check_finite, finite, holds, own_precision, pack, root
+from .linalg import as_count, check_dtype, check_finite, check_tensors, finite, holds, own_precision, pack, root
 
 C = TypeVar("C", bound=type)
 #: The operations of manifolds whose results are numbers; those that call another one are not looked at twice.
@@ -33,22 +33,6 @@ def in_own_precision(cls: C) -> C:
             looked_at = name in _OPERATIONS and issubclass(cls, geoopt.Manifold)
             setattr(cls, name, own_precision(method, looked_at))
     return cls
-
-
-def check_tensors(who: object, **arguments: Any) -> None:
-    """Raise for an argument that is not a tensor, has no numbers, or is of another dtype or device than the first."""
-    for name, value in arguments.items():
-        first_name, first = next(iter(arguments.items()))
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{who}: {name} must be a tensor, got {type(value).__name__}")
-        if value.is_meta:
-            raise ValueError(f"{who}: {name} is on the device meta, without numbers; load them first")
-        for what in ("dtype", "device"):
-            if getattr(value, what) != getattr(first, what):
-                raise ValueError(
-                    f"{who}: {first_name} of shape {tuple(first.shape)} has {what} {getattr(first, what)} but {name} "
-                    f"of shape {tuple(value.shape)} has {what} {getattr(value, what)}; move one of them with .to()"
-                )
 
 
 def check_vector(who: object, x: Tensor, u: Tensor, name: str = "u") -> None:

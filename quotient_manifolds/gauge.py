@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import check_tensors
-from .linalg import as_count, check_dtype, finite, holds, largest, own_precision, pack, power_of_two
+from .linalg import as_count, check_dtype, check_tensors, finite, holds, largest, own_precision, pack, power_of_two
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0

@@ -70,6 +70,22 @@ def finite(X: Tensor) -> bool:
     return holds(X.isfinite())
 
 
+def check_tensors(who: object, **arguments: Any) -> None:
+    """Raise for an argument that is not a tensor, has no numbers, or is of another dtype or device than the first."""
+    for name, value in arguments.items():
+        first_name, first = next(iter(arguments.items()))
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{who}: {name} must be a tensor, got {type(value).__name__}")
+        if value.is_meta:
+            raise ValueError(f"{who}: {name} is on the device meta, without numbers; load them first")
+        for what in ("dtype", "device"):
+            if getattr(value, what) != getattr(first, what):
+                raise ValueError(
+                    f"{who}: {first_name} of shape {tuple(first.shape)} has {what} {getattr(first, what)} but {name} "
+                    f"of shape {tuple(value.shape)} has {what} {getattr(value, what)}; move one of them with .to()"
+                )
+
+
 def check_dtype(who: object, x: Tensor, allow_complex: bool = True) -> None:
     """Raise for a dtype without linear algebra."""
     allowed = _DTYPES if allow_complex else _DTYPES[:2]

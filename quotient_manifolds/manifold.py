@@ -21,9 +21,19 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import means
-from .base import QuotientManifold, check_tensors, check_vector, in_own_precision
+from .base import QuotientManifold, check_vector, in_own_precision
 from .gauge import gauge_in_units
-from .linalg import as_count, column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance, standard_normal
+from .linalg import (
+    as_count,
+    check_tensors,
+    column_rank_ratio,
+    exposed,
+    holds,
+    in_double,
+    pack,
+    rank_tolerance,
+    standard_normal,
+)
 from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import check_tensors
-from .linalg import choose, in_double
+from .linalg import check_tensors, choose, in_double
 
 #: Steps from one start, and the length of the mean logarithm below which a point counts as a mean.
 _STEPS, _TOLERANCE = 200, 1e-9
@@ -145,7 +144,7 @@ def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Te
             f"{manifold}: {len(points)} points need as many weights on their device, finite, none negative and not all "
             "zero"
         )
-    return in_double(weights) / weights.sum()
+    return in_double(weights) / in_double(weights).sum()
 
 
 def _from_mean_product(manifold: Any, points: Tensor, weights: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import QuotientManifold, TangentSpace, check_tensors, check_vector, in_own_precision
+from .base import QuotientManifold, TangentSpace, check_vector, in_own_precision
 from .geodesics import as_times, column, raise_on_exit
-from .linalg import holds, in_double, largest, power_of_two, root, standard_normal
+from .linalg import check_tensors, holds, in_double, largest, power_of_two, root, standard_normal
 from .means import checked_weights
 
 

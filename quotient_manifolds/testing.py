@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from .base import QuotientManifold, check_tensors
+from .base import QuotientManifold
 from .geodesics import GeodesicExitError
-from .linalg import standard_normal
+from .linalg import check_tensors, standard_normal
 
 __all__ = ["ManifoldCheck", "ManifoldReport", "check_manifold"]
 

@@ -138,7 +138,9 @@ def _mapped(function, x):
 
 class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        return _run(operation, args, kwargs or {})
+        kwargs = kwargs or {}
+        of_cpu = not types and kwargs.get("device") is None
+        return operation(*args, **kwargs) if of_cpu else _run(operation, args, kwargs)
 
 
 class _FromNumbers(TorchFunctionMode):

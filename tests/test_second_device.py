@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sharpness
-from quotient_manifolds import GLQuotientInv, GLQuotientMix, canonical_gauge, frechet_mean
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient, canonical_gauge, frechet_mean
 from quotient_manifolds.optim import (
     canonicalize_lora_,
     create_quotient_lora_optimizer,
@@ -94,7 +94,13 @@ def moved(manifold, rows):
 
 def means(device):
     manifold, points = GLQuotientMix(4, 3), (numbers(0, 1, 7, 1) + numbers(1, 2, 7, 1) / 20).to(device)
-    return manifold.to_matrix(frechet_mean(manifold, points).point)
+    weights = torch.tensor([2.0, 1.0], device=device)
+    pairs = numbers(2, 3, 2, 4).abs().to(device)
+    found = [
+        manifold.to_matrix(frechet_mean(manifold, points).point),
+        manifold.to_matrix(manifold.mean(points, weights)),
+    ]
+    return torch.cat([x.flatten() for x in (*found, RescaleQuotient("inv").mean(pairs))])
 
 
 def distances(device):
@@ -122,7 +128,7 @@ def verified(device):
     assert whole.ok
     assert max(found.changes.values()) < 1e-9
     points = [p.manifold().unpack_tensor(p.gather().detach()) for p in find_symmetric_pairs(model)]
-    return [canonical_gauge(G, H).sigma for G, H in points]
+    return torch.stack([canonical_gauge(G, H).sigma for G, H in points])
 
 
 def at_the_weights(device):
@@ -290,6 +296,7 @@ CALLS = {
     "verified": verified,
     "inv": moved(GLQuotientInv(6, 5), 11),
     "mix": moved(GLQuotientMix(6, 5), 11),
+    "rescale": moved(RescaleQuotient("mix"), 2),
     "adam": trained(lambda model: create_quotient_optimizer(model, lr=1e-2)),
     "muon": trained(lambda model: create_quotient_optimizer(model, lr=1e-2, optimizer="muon")),
 }
@@ -302,7 +309,9 @@ BY_DEFAULT = ("geodesic-inv", "complete-mix", "turned", "verified", "distances",
 RARE = ("average", "matched", "points", "heads as points", "examined", "along the worst of the whole")
 
 #: Calls that every run makes with the CPU as the default: one of those that are alike, and none that the others make.
-SOME = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, "euclidean", "adaptive", "complete-inv", "means", "mix", *RARE}))
+SOME = tuple(
+    sorted(CALLS.keys() - {*BY_DEFAULT, "euclidean", "adaptive", "complete-inv", "means", "mix", "rescale", *RARE})
+)
 
 #: What is made without double precision: all but the baselines of the studies.
 NARROW = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, "at the weights"}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,7 +112,7 @@ def merge(
     if (rank is not None and rank < 1) or (energy is not None and not 0 < energy <= 1):
         raise ValueError(f"rank is at least 1, energy a share above 0 and at most 1, got {rank} and {energy}")
     given = [1.0 if method == "ties" else 1 / len(parents) for _ in parents] if weights is None else [*weights]
-    if not parents or len(given) != len(parents) or not torch.tensor(given).isfinite().all():
+    if not parents or len(given) != len(parents) or not all(map(math.isfinite, given)):
         raise ValueError(f"{len(parents)} adapters need as many weights, finite, got {given}")
     if method in MANIFOLDS:
         if min(given) < 0 or sum(given) <= 0:
@@ -237,7 +238,7 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
         factors = [p.factors(layer) for p in both if layer in p.layers]
         _check_shapes(both, layer, factors)
         sigmas = iter([product_svd(*of)[1] for of in factors])
-        values = [next(sigmas) if layer in p.layers else torch.zeros(1, 0).double() for p in both]
+        values = [next(sigmas) if layer in p.layers else factors[0][0].new_zeros(1, 0) for p in both]
         minus = [(-G if i else G, H) for i, (G, H) in enumerate(factors)]
         apart = product_svd(*(torch.cat(side, -1) for side in zip(*minus, strict=True)))[1].norm()
         norms = [v.norm() for v in values]
@@ -282,7 +283,7 @@ def _tensors(
             yield key, t.to(dtype)
         if biased and not first.layers[layer]["B"].endswith("embedding_B"):
             # peft multiplies the bias of B by the scale, too.
-            key, absent = f"{layer}.lora_B.bias", torch.zeros(G.shape[-2]).double()
+            key, absent = f"{layer}.lora_B.bias", G.new_zeros(G.shape[-2])
             biases = [
                 p.rank_and_scale(layer)[1] * in_double(p.tensor(key)) if key in p.others else absent for p, _ in own
             ]

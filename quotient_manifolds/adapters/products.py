@@ -92,12 +92,12 @@ class Method:
             entries.append((rows * s.unsqueeze(-2)) @ columns.mT)
         merged = self.array(entries, weights)
         G = merged if U is None else U @ merged
-        return G, torch.eye(G.shape[-1]).to(G).expand(len(G), -1, -1) if V is None else V
+        return G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device).expand(len(G), -1, -1) if V is None else V
 
     def array(self, arrays: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Return the sum of arrays with weights, or what TIES and DARE make of it."""
         stacked = torch.stack([*arrays])
-        w = torch.tensor(weights).to(stacked).reshape(-1, *[1] * arrays[0].dim())
+        w = stacked.new_tensor(weights).reshape(-1, *[1] * arrays[0].dim())
         if self.name == "dare":
             masks = torch.bernoulli(torch.full_like(stacked, self.density), generator=self.generator)
             return (w * stacked * masks / self.density).sum(0)
@@ -129,7 +129,7 @@ def _quotient_mean(metric: str, parts: Sequence[Factors], weights: Sequence[floa
         raise ValueError("a product that lacks full rank, as at B = 0, has no place on the quotient")
     points = torch.stack([torch.cat(part, -2) for part in parts])
     try:
-        mean = frechet_mean(MANIFOLDS[metric](n, m), points, torch.tensor(weights).to(points)).point
+        mean = frechet_mean(MANIFOLDS[metric](n, m), points, points.new_tensor(weights)).point
     except ConvergenceError as error:
         raise ConvergenceError(
             f"no mean was found ({metric}): the products are too far apart", error.residual

@@ -8,12 +8,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..linalg import at_least_float32, column_rank_ratio
+from ..linalg import at_least_float32, column_rank_ratio, in_double
 from ..symmetries.lora import lora_layers
 from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
-from .metric import wide
 from .sharded import full
 from .stack import Stack
 
@@ -105,7 +104,7 @@ def orientation(pair: SymmetricPair) -> bool | None:
     x = PairStack([pair]).gather({p: full(p.detach()) for p in pair.parameters()})[0]
     tolerance = x.shape[-1] * torch.finfo(at_least_float32(x.real.dtype)).eps
     G, H = (
-        X.shape[-2] >= X.shape[-1] and bool((column_rank_ratio(wide(X)) > tolerance).all())
+        X.shape[-2] >= X.shape[-1] and bool((column_rank_ratio(in_double(X)) > tolerance).all())
         for X in x.split([pair.n, pair.m], dim=-2)
     )
     if G or H:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 import torch
 from torch import nn
@@ -139,16 +140,16 @@ class Projection:
             blocks.append(block(owner, attribute, dims, transpose=True))
             if getattr(owner, "bias", None) is not None:
                 blocks.append(block(owner, "bias", dims))
-        return (*blocks, *self.bias_blocks(head, size), *(b for p in self.further for b in p.input_blocks(head, size)))
+        blocks += starmap(block, self.bias_rows(head, size))
+        return (*blocks, *(b for p in self.further for b in p.input_blocks(head, size)))
 
-    def bias_blocks(self, head: int, size: int) -> tuple[Block, ...]:
-        """Return the bias as one more row; empty if there is no bias."""
+    def bias_rows(self, head: int, size: int) -> list[tuple[nn.Module, str, slice]]:
+        """Return where the bias, one more row, lies; empty if there is no bias."""
         owner = self.bias_module or self.module
         if getattr(owner, self.bias, None) is None:
-            return ()
+            return []
         start = self.start if self.bias_start is None else self.bias_start
-        dims = self._slice(head, size, start, self.stride if self.bias_module is None else 0)
-        return (block(owner, self.bias, dims),)
+        return [(owner, self.bias, self._slice(head, size, start, self.stride if self.bias_module is None else 0))]
 
     def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
         """Return rows of a stack for a projection *out of* head space: the head's slice of the weight."""
@@ -190,7 +191,7 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
             continue
         G = one.input_blocks(j if kind == "vo" else i, size)
         H = two.output_blocks(i, size) if kind == "vo" else two.input_blocks(j, size)
-        null = two.bias_blocks(j, size) if kind == "qk" and heads.key_bias_null else ()
+        null = tuple(starmap(block, two.bias_rows(j, size) if kind == "qk" and heads.key_bias_null else ()))
         for part, group, start, count, rotary in parts:
             if {b.key for b in G} & {b.key for b in H}:
                 yield SymmetricPair(name, kind, None, head=i, part=part, reason=TIED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -156,11 +156,9 @@ class Block:
         return self.size[0]
 
     @classmethod
-    def from_view(cls, module: nn.Module, attribute: str, view: Callable[[Tensor], Tensor]) -> Block:
-        """Describe a view of a contiguous tensor of the parameter's shape, such as ``lambda w: w[:2].T``."""
-        whole: Tensor = getattr(module, attribute)
-        shape = tuple(whole.shape)
-        part = view(torch.empty(shape, dtype=torch.complex64 if whole.is_complex() else None, device="meta"))
+    def from_view(cls, module: nn.Module, attribute: str, part: Tensor) -> Block:
+        """Describe a view, such as ``w[:2].T``, of the parameter's :func:`outline` w."""
+        shape = tuple(getattr(module, attribute).shape)
         return cls(module, attribute, shape, int(part.storage_offset()), tuple(part.shape), tuple(part.stride()))
 
     def part(self, start: int, count: int, rotary: str | None = None) -> Block:
@@ -175,6 +173,12 @@ class Block:
         """View the block in a contiguous tensor of the parameter's shape."""
         whole = real_view(whole)
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+def outline(module: nn.Module, attribute: str) -> Tensor:
+    """Return a contiguous tensor of a parameter's shape, without memory."""
+    whole: Tensor = getattr(module, attribute)
+    return torch.empty(whole.shape, dtype=torch.complex64 if whole.is_complex() else None, device="meta")
 
 
 def block(
@@ -222,17 +226,14 @@ def block(
     """
     check_model(module)
 
-    def view(whole: Tensor) -> Tensor:
-        if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
-            whole = whole.flatten(1)
-        if whole.dim() == 1:
-            return whole[rows].unsqueeze(0)
-        if whole.dim() == 0:
-            name = f"{attribute} of {type(module).__name__}"
-            raise ValueError(f"{name} is a single number; a block needs a matrix or vector")
-        return whole[rows, columns].T if transpose else whole[rows, columns]
-
-    found = Block.from_view(module, attribute, view)
+    whole = outline(module, attribute)
+    if whole.dim() == 0:
+        name = f"{attribute} of {type(module).__name__}"
+        raise ValueError(f"{name} is a single number; a block needs a matrix or vector")
+    if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
+        whole = whole.flatten(1)
+    part = whole[None, rows] if whole.dim() == 1 else whole[rows, columns]
+    found = Block.from_view(module, attribute, part.T if transpose and whole.dim() == 2 else part)
     if rotary is None:
         return found
     count = found.size[1]

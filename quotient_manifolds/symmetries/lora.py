@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..gauge import canonical_gauge
 from ..linalg import in_double
-from .blocks import GL, Block, block
+from .blocks import GL, Block, block, outline
 from .modules import check_model, plain_names
 from .pairs import SymmetricPair, merged, usable
 from .stacks import PairList, without_sharing
@@ -37,9 +37,8 @@ def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Attribu
 
 
 def _active(module: Any) -> list[str]:
-    """List the adapters that add to a layer's weight; none of a layer without LoRA."""
-    off = not is_lora(module) or module.disable_adapters or module.merged
-    return [] if off else list(module.active_adapters)
+    """List the adapters that add to the weight of a LoRA layer."""
+    return [] if module.disable_adapters or module.merged else list(module.active_adapters)
 
 
 def prefix_tuned(model: nn.Module) -> bool:
@@ -49,7 +48,7 @@ def prefix_tuned(model: nn.Module) -> bool:
 
 def lora_factors(module: nn.Module) -> list[tuple[Attribute, Attribute]]:
     """List the places of A and B whose product adds to the weight of a module; empty without active LoRA."""
-    return [(A, B) for _, A, B in _factors(module, _active(module))]
+    return [(A, B) for _, A, B in _factors(module, _active(module))] if is_lora(module) else []
 
 
 def _variant(module: Any, adapter: str) -> str:
@@ -60,6 +59,8 @@ def _variant(module: Any, adapter: str) -> str:
 
 def lora_obstacle(module: nn.Module) -> str:
     """Explain why LoRA on a projection leaves its attention layer without symmetry; empty if it does not."""
+    if not is_lora(module):
+        return ""
     variants = (_variant(module, a) for a in _active(module))
     return next((f"{variant} scales the projection's rows" for variant in variants if variant), "")
 
@@ -92,8 +93,8 @@ def _blocks(A: Attribute, B: Attribute, expert: int, experts: int) -> tuple[Bloc
     """Describe B and Aᵀ of one expert: A_e = A.reshape(E, r, in)[e], B_e = B.reshape(out, r, E)[..., e]."""
     if experts == 1:
         return block(*B), block(*A, transpose=True)
-    of_B = Block.from_view(*B, lambda w: w.unflatten(1, (-1, experts))[..., expert])
-    return of_B, Block.from_view(*A, lambda w: w.unflatten(0, (experts, -1))[expert].T)
+    of_B = Block.from_view(*B, outline(*B).unflatten(1, (-1, experts))[..., expert])
+    return of_B, Block.from_view(*A, outline(*A).unflatten(0, (experts, -1))[expert].T)
 
 
 def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) -> Iterator[SymmetricPair]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
@@ -89,7 +89,8 @@ class _FastPath:
 
     def switch(self, user: int, *, off: bool) -> None:
         """Switch it off, or restore it when the last user has finished; a second call is harmless."""
-        with self._lock:
+        try:
+            self._lock.acquire()
             if off:
                 if not self._users:
                     self._before = torch.backends.mha.get_fastpath_enabled()
@@ -99,6 +100,10 @@ class _FastPath:
                 if self._users == {user}:
                     torch.backends.mha.set_fastpath_enabled(self._before)
                 self._users.discard(user)
+        finally:
+            with suppress(RuntimeError):  # of a lock that is free
+                while True:  # as often as calls took it that an interrupt ended: other threads would wait for ever
+                    self._lock.release()
 
 
 _fast_path = _FastPath()
@@ -273,8 +278,13 @@ def _wide(argument: Any) -> Any:
 
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Walk through the tensors of a batch."""
-    found = list[Tensor]()
-    tree_map(found.append, batch)
+    found, left = list[Tensor](), [batch]
+    while left:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (Mapping, list, tuple)):
+            left += reversed(list(item.values() if isinstance(item, Mapping) else item))
     return iter(found)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from ..manifold import GLQuotient
 from ..rescale import RescaleQuotient
-from .blocks import GL, Block, real_view
+from .blocks import GL, Block, outline, real_view
 from .modules import plain_names
 from .pairs import SymmetricPair, usable
 from .stacks import PairStack
@@ -138,12 +137,10 @@ def _pairs_of(
         n, m, metric = x.manifold.n, x.manifold.m, x.manifold.metric.name
         group = GL(x.shape[-1], field="complex" if x.is_complex() else "real")
 
-    def part(i: int, rows: slice, whole: Tensor) -> Tensor:
-        flat = real_view(whole.unsqueeze(0).flatten(0, -3)) if point is None else point.stack.group.from_point(whole)
-        return flat[i, rows]
-
+    whole = outline(module, name)
+    flat = real_view(whole.unsqueeze(0).flatten(0, -3)) if point is None else point.stack.group.from_point(whole)
     for i in range(x[..., 0, 0].numel() if point is None else len(point.stack)):
-        G, H = (Block.from_view(module, name, partial(part, i, rows)) for rows in (slice(0, n), slice(n, n + m)))
+        G, H = (Block.from_view(module, name, flat[i, rows]) for rows in (slice(0, n), slice(n, n + m)))
         if point is None:
             one = path if x.dim() == 2 else f"{path}[{i}]"
             yield SymmetricPair(one, "point", group, (G,), (H,), metric=metric)

@@ -961,7 +961,7 @@ def test_numbers_of_a_stack_lie_on_its_device():
     made = Stack(found[:1], False, 0)
     for p in trainable(model):
         p.grad = torch.empty_like(p)
-    assert made.begin({p: p.grad for p in trainable(model)})
+    assert made.begin({p: p.grad for p in trainable(model)}, {})
     made.restrict(torch.tensor(True, device="meta"))
     small = made.products(made.x, made.g)
     for t in (*made.times(made.x, made.only(small, 0), made.end), made.grams(made.g, made.sizes)[1], small):

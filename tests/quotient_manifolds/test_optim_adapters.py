@@ -28,6 +28,7 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.certificate import Certification
+from quotient_manifolds.symmetries.modules import Wide
 
 from ..networks import shake
 from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, train, trainable
@@ -344,22 +345,19 @@ def test_experts_are_pairs_that_train_alike_from_equivalent_starts(kind, full_ra
     assert len(adapter_pairs(one)) == 8
     assert {(p.head, p.n, p.m) for p in adapter_pairs(one)} == {(e, *s) for e in range(4) for s in ((16, 12), (24, 16))}
     assert adapter_pairs(one)[1].name.endswith("lora expert 1 default")
-    rounded = copy.deepcopy(one)
-    for p in adapter_pairs(rounded):
-        p.scatter_(p.gather().detach() * (1 + 1e-13 * torch.randn(p.n + p.m, 2)))
-    for model in (one, two, rounded):
+    for model in (one, two):
         optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind, weight_decay=0.1, max_grad_norm=0.3)
         losses = []
         for _ in range(20):
             optimizer.zero_grad()
-            logits = model(input_ids=ids).logits
+            with Wide():  # the library rounds the weights of experts to float32
+                logits = model(input_ids=ids).logits
             loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
         assert losses[-1] < losses[0]
-    # Where an expert comes to its first tokens late, rounding is magnified, by any optimiser.
-    assert apart(one, two) < max(1e-8, 100 * apart(one, rounded))
+    assert apart(one, two) < 1e-8
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks import Block, block
+from ..blocks import Block, block, outline
 from .wiring import Affine, Norm, Site, Wiring, neurons
 
 
@@ -203,7 +203,8 @@ def table(root: nn.Module, name: str) -> list[Block]:
 
     def part(bounds: str) -> Block:
         rows = slice(*(int(bound) if bound else None for bound in bounds.split(":")))
-        return Block.from_view(owner, attribute, lambda w: w.view(-1, w.shape[-1])[rows])
+        whole = outline(owner, attribute)
+        return Block.from_view(owner, attribute, whole.view(-1, whole.shape[-1])[rows])
 
     return [part(bounds) for bounds in (ranges.rstrip("]") or ":").split(",")]
 
