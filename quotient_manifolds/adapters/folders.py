@@ -43,12 +43,15 @@ class Adapter:
         Keys of the factors "A" and "B" of each layer.
     others : tuple of str
         Keys of all else: biases, magnitudes, saved modules.
+    forms : dict of str to tuple
+        Shape and dtype of each tensor.
     """
 
     folder: Path
     config: dict[str, Any]
     layers: dict[str, dict[str, str]]
     others: tuple[str, ...]
+    forms: dict[str, tuple[list[int], torch.dtype]]
 
     def tensor(self, key: str) -> Tensor:
         """Read one tensor. The file is closed again, so that what was read does not stay in memory."""
@@ -93,10 +96,9 @@ class Adapter:
 
     def packed(self, layer: str, G: Tensor, H: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a layer whose factors are B = G and A = Hᵀ, in float64, by their keys."""
-        shapes = {f: self.tensor(self.layers[layer][f]).shape for f in "AB"}
-        columns = G.shape[0] * G.shape[2]
-        A, B = H.mT.reshape(columns, *shapes["A"][1:]), G.permute(1, 2, 0).reshape(-1, columns, *shapes["B"][2:])
-        return {self.layers[layer]["A"]: A, self.layers[layer]["B"]: B}
+        (a, b), columns = (self.layers[layer][f] for f in "AB"), G.shape[0] * G.shape[2]
+        A = H.mT.reshape(columns, *self.forms[a][0][1:])
+        return {a: A, b: G.permute(1, 2, 0).reshape(-1, columns, *self.forms[b][0][2:])}
 
 
 def read(folder: str | os.PathLike[str]) -> Adapter:
@@ -116,7 +118,11 @@ def read(folder: str | os.PathLike[str]) -> Adapter:
     try:
         config = json.loads((folder / CONFIG).read_text(), object_hook=_ordered)
         with safe_open(folder / WEIGHTS, framework="pt") as file:
-            keys = sorted(file.keys())
+            slices, names = (
+                {key: file.get_slice(key) for key in sorted(file.keys())},
+                {v: k for k, v in _DTYPES.items()},
+            )
+            forms = {key: (part.get_shape(), names[part.get_dtype()]) for key, part in slices.items()}
         kind, start = config.get("peft_type"), str(config.get("init_lora_weights")).lower()
     except Exception as error:
         raise ValueError(f"{folder} cannot be read: {error}") from error
@@ -130,13 +136,13 @@ def read(folder: str | os.PathLike[str]) -> Adapter:
             "with path_initial_model_for_weight_conversion first"
         )
     layers = dict[str, dict[str, str]]()
-    for key in keys:
+    for key in forms:
         if found := _FACTOR.fullmatch(key):
             layers.setdefault(found["layer"], {})[found["factor"]] = key
     if not layers or any(len(of) < 2 for of in layers.values()):
         raise ValueError(f"{folder} has no pairs lora_A, lora_B in the names of peft")
     factors = {key for of in layers.values() for key in of.values()}
-    return Adapter(folder, config, layers, tuple(key for key in keys if key not in factors))
+    return Adapter(folder, config, layers, tuple(key for key in forms if key not in factors), forms)
 
 
 def _ordered(config: dict[str, Any]) -> dict[str, Any]:

@@ -278,7 +278,7 @@ def _tensors(
         # The experts of a module share a rank with its other parameters, which the file does not name.
         G, H = balanced(G, H, min(rank or total, total), energy, whole=bool(parameters(layer, first.config)))
         ranks[layer] = G.shape[-1]
-        dtype = reduce(torch.promote_types, [p.tensor(p.layers[layer]["A"]).dtype for p, _ in own])
+        dtype = reduce(torch.promote_types, [p.forms[p.layers[layer]["A"]][1] for p, _ in own])
         for key, t in first.packed(layer, G, H).items():
             yield key, t.to(dtype)
         if biased and not first.layers[layer]["B"].endswith("embedding_B"):
