@@ -252,7 +252,7 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
         if both[0].config.get(key) != both[1].config.get(key):
             found["config"][key] = [p.config.get(key) for p in both]
     for key in sorted({key for p in both for key in p.others}):
-        if any(key not in p.others for p in both) or not torch.equal(*(p.tensor(key) for p in both)):
+        if both[0].forms.get(key) != both[1].forms.get(key) or not torch.equal(*(p.tensor(key) for p in both)):
             found["tensors"].append(key)
     return found
 
@@ -296,16 +296,18 @@ def _mean_of_others(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
     """Return the mean of what is no product, over the adapters that have it."""
     if not own:
         raise ValueError(f"{key} is no product: it is averaged by weights above 0, and no adapter that has it has one")
-    values, total = [p.tensor(key) for p, _ in own], sum(w for _, w in own)
-    if any(v.shape != values[0].shape for v in values):
-        shapes = " and ".join(f"{tuple(v.shape)} in {p.folder}" for v, (p, _) in zip(values, own, strict=True))
+    first, total = own[0][0].tensor(key), sum(w for _, w in own)
+    if any(p.forms[key][0] != [*first.shape] for p, _ in own):
+        shapes = " and ".join(f"{tuple(p.forms[key][0])} in {p.folder}" for p, _ in own)
         raise ValueError(f"{key} has no mean, for its shapes are {shapes}")
-    if values[0].is_floating_point():
-        mean = torch.stack([in_double(v) * (w / total) for v, (_, w) in zip(values, own, strict=True)]).sum(0)
-        return mean.to(reduce(torch.promote_types, [v.dtype for v in values]))
-    if any(not torch.equal(v, values[0]) for v in values):
-        raise ValueError(f"{key} has no mean: its numbers are of {values[0].dtype}, and differ between the adapters")
-    return values[0]
+    if first.is_floating_point():
+        mean = torch.zeros_like(first, dtype=torch.float64)
+        for p, w in own:
+            mean.add_(p.tensor(key), alpha=w / total)
+        return mean.to(reduce(torch.promote_types, [p.forms[key][1] for p, _ in own]))
+    if any(not torch.equal(p.tensor(key), first) for p, _ in own):
+        raise ValueError(f"{key} has no mean: its numbers are of {first.dtype}, and differ between the adapters")
+    return first
 
 
 def _layers(parents: Iterable[Adapter]) -> list[str]:
