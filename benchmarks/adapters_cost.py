@@ -47,9 +47,10 @@ def peak() -> float:
 
 def merged(parents: list[str], out: str, rank: int) -> dict[str, float]:
     """Merge, and return seconds and MiB."""
-    before, start = peak(), time.perf_counter()
+    before, start, cpu = peak(), time.perf_counter(), time.process_time()
     merge(parents, out, rank=rank)
-    return {"seconds": time.perf_counter() - start, "mib_before": before, "mib": peak()}
+    times = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    return {**times, "mib_before": before, "mib": peak()}
 
 
 def main() -> None:
