@@ -7,7 +7,9 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification, NotASymmetryError
+from ..symmetries.lora import lora_layers
 from ..symmetries.modules import is_sharded
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
@@ -74,6 +77,7 @@ class QuotientOptimizer(Optimizer):
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], options: dict[str, Any]) -> None:
         self._stacks, self._places = list[Stack](), dict[nn.Module, dict[str, Tensor]]()
+        self._layers = list[Any]()  # of LoRA
         self._warned, self._skipped = set[str](), torch.tensor(0)
         if unknown := options.keys() - _OPTIONS.keys():
             raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
@@ -122,11 +126,12 @@ class QuotientOptimizer(Optimizer):
             chosen.setdefault((group, flipped, pair.scale, pair.part), []).append(pair)
         for (group, flipped, *_), members in chosen.items():
             self._stacks += [Stack(found.pairs, flipped, group) for found in stacks(members)]
-        check_places(self._places, home)
+        check_places(self._places, self._layers, home)
         self._cover()
         owners = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
         models = dict.fromkeys([*self._places, *owners])
         self._places = {m: {name: p for name, p in m.named_parameters() if p in home} for m in models}
+        self._layers = [layer for m in models for layer, _, B in lora_layers(m) if B in home]
         left = alone(given, {p for p in home if p not in self._covered or p in self._partly})
         if not self._stacks and not any(p.kind == "lora" for p in left):
             raise ValueError(_NO_PAIR.format(f" ({reasons(left)})" if left else ""))
@@ -155,11 +160,11 @@ class QuotientOptimizer(Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        own = dict.fromkeys(p for group in self.param_groups for p in group["params"])
-        if check_places(self._places, own):
+        own = dict.fromkeys(chain.from_iterable(group["params"] for group in self.param_groups))
+        if check_places(self._places, self._layers, own):
             self._cover()
         gradients = {p: p.grad for p in own if p.grad is not None}
-        if any(g.is_sparse for g in gradients.values()):
+        if any(map(attrgetter("is_sparse"), gradients.values())):
             raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
         if gradients:
             with torch.autocast(next(iter(own)).device.type, enabled=False):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..linalg import has_double, in_double
+from ..linalg import has_double
 
 __all__ = ["Metric", "inverse_root", "trace", "wide"]
 
@@ -32,7 +32,7 @@ _SIZE = 1e12
 
 def wide(X: Tensor) -> Tensor:
     """Widen to double precision, in which small matrices are computed, unless that means to leave the device."""
-    return in_double(X) if has_double(X.device.type) else X
+    return X.to(torch.promote_types(X.dtype, torch.float64)) if has_double(X.device.type) else X
 
 
 def on_cpu(X: Tensor) -> bool:

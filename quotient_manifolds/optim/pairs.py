@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio, in_double
-from ..symmetries.lora import lora_layers
 from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
@@ -23,8 +22,8 @@ _GONE = (
 )
 
 
-def check_places(places: Mapping[nn.Module, dict[str, Tensor]], own: Collection[Tensor]) -> bool:
-    """Raise if parameters have left their model, where others would stay untrained, or are merged into others.
+def check_places(places: Mapping[nn.Module, dict[str, Tensor]], layers: Iterable[Any], own: Collection[Tensor]) -> bool:
+    """Raise if parameters have left their model, where others would stay untrained, or LoRA layers are merged.
 
     Those that were replaced in the model and in the optimiser alike, as accelerate does with FSDP2, have not; return
     whether there are any.
@@ -40,12 +39,11 @@ def check_places(places: Mapping[nn.Module, dict[str, Tensor]], own: Collection[
         if gone:
             more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
             raise ValueError(f"{gone[0]!r}{more} of the model {_GONE}")
-        merged = [layer.merged_adapters[0] for layer, _, B in lora_layers(model) if B in own and layer.merged_adapters]
-        if merged:
-            raise ValueError(
-                f"adapter {merged[0]!r} is merged into the base weights, which a step of its factors does not reach; "
-                "call unmerge_adapter() first"
-            )
+    if merged := [layer.merged_adapters[0] for layer in layers if layer.merged_adapters]:
+        raise ValueError(
+            f"adapter {merged[0]!r} is merged into the base weights, which a step of its factors does not reach; "
+            "call unmerge_adapter() first"
+        )
     return moved
 
 

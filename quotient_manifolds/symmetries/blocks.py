@@ -167,7 +167,7 @@ class Block:
         size = (count,) if rotary is None else (count // 2, 2)
         stride = {None: (right,), "half": (right, right * (count // 2)), "interleaved": (2 * right, right)}[rotary]
         offset = self.offset + start * right
-        return Block(self.module, self.attribute, self.shape, offset, (self.rows, *size), (down, *stride))
+        return Block(self.module, self.attribute, self.shape, offset, (self.size[0], *size), (down, *stride))
 
     def of(self, whole: Tensor) -> Tensor:
         """View the block in a contiguous tensor of the parameter's shape."""
