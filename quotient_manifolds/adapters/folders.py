@@ -22,7 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: What peft calls the factors of a layer: A (r, in, …) and B (out, r, …).
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.weight)?")
 #: Options under which a layer adds something else than the product s B A, or to other weights than those of the model.
-_NO_PRODUCTS = ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "layer_replication")
+_NO_PRODUCTS = ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 #: Initialisations that replace the weights of the model, beginnings of their names.
 _REPLACING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: Names of dtypes in the file format.

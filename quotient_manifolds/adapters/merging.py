@@ -22,7 +22,7 @@ from .products import Method, balanced, present, product_svd
 Path = str | os.PathLike[str]
 #: Options that say which layers are adapted, and those in which adapters that are merged have to agree.
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-_COMMON = ("target_parameters", "trainable_token_indices", "alora_invocation_tokens")
+_COMMON = ("target_parameters", "trainable_token_indices", "alora_invocation_tokens", "layer_replication")
 
 
 def merge(
