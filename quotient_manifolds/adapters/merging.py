@@ -41,9 +41,9 @@ def merge(
 
     .. math:: \hat B \hat A = \sum_i w_i s_i B_i A_i
 
-    Adapters may differ in ranks, scales :math:`s_i` and layers; a layer that one lacks is a product of 0. The result
-    does not depend on the factors in which a product is stored. Its own are balanced, :math:`\hat B^T \hat B = \hat A
-    \hat A^T`, and its scale is 1.
+    Adapters may differ in ranks, scales :math:`s_i` and layers; a layer that one lacks is a product of 0. A warning
+    says if they name different models. The result does not depend on the factors in which a product is stored. Its own
+    are balanced, :math:`\hat B^T \hat B = \hat A \hat A^T`, and its scale is 1.
 
     Parameters
     ----------
@@ -60,32 +60,20 @@ def merge(
     energy : float, optional
         Keep as many singular values as hold this share of the sum of their squares, such as 0.99.
     method : {"sum", "ties", "dare", "inv", "mix"}
-        The sum above; of what remains when small entries are trimmed and a sign is elected (TIES, Yadav et al. 2023);
-        or when entries are dropped by chance and the others enlarged (DARE, Yu et al. 2024). Or the Fréchet mean on the
-        quotient in one of its metrics, for adapters of the same layers and ranks and weights that are not negative,
-        which are divided by their sum.
+        The sum; of what is left when small entries are trimmed and a sign is elected (TIES, Yadav et al. 2023); or when
+        entries are dropped by chance, the others enlarged (DARE, Yu et al. 2024). Or the Fréchet mean on the quotient
+        in a metric, for equal layers and ranks and weights that are not negative, which are divided by their sum.
     space : {"core", "knots", "full"}
         In which coordinates TIES and DARE take entries: common bases of all B and all A (Core Space, Panariello et al.
         2025), of all products side by side (KnOTS, Stoica et al. 2025), or the products' own, which costs their size.
-    density : float
-        Share of the entries that TIES and DARE keep.
-    seed : int
-        Of DARE.
+    density, seed : float and int
+        Share of the entries that TIES and DARE keep, and seed of DARE.
 
     Raises
     ------
-    ValueError
-        A folder holds no LoRA of plain products, the adapters differ in shapes or in what cannot be merged, the mean
-        on the quotient needs full rank, or an option has another value.
-    OSError
-        There is no such adapter, or ``out`` exists.
-    ConvergenceError
-        No mean on the quotient was found: the adapters are too far apart.
-
-    Warns
-    -----
-    UserWarning
-        The configs name different models.
+    ValueError, OSError, ConvergenceError
+        A folder holds no LoRA of plain products, adapters or options do not fit; a folder is missing, or ``out`` is not
+        empty; or adapters are too far apart for a mean on the quotient.
 
     Notes
     -----
@@ -99,36 +87,24 @@ def merge(
     >>> from quotient_manifolds.adapters import compare, merge
     >>> config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
     >>> folder = tempfile.TemporaryDirectory()
-    >>> for name in "ab":
-    ...     model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config)
-    ...     model.save_pretrained(f"{folder.name}/{name}")
-    >>> merge([f"{folder.name}/a", f"{folder.name}/b"], f"{folder.name}/sum", weights=[1, 1])
-    >>> compare(f"{folder.name}/a", f"{folder.name}/sum")["layers"]["0"]["rank"]
-    [2, 4]
+    >>> model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config)
+    >>> model.save_pretrained(f"{folder.name}/a")
+    >>> merge([f"{folder.name}/a"] * 2, f"{folder.name}/twice", weights=[1, 1])
+    >>> f"{compare(f'{folder.name}/a', f'{folder.name}/twice')['layers']['0']['distance']:.3f}"
+    '0.500'
     >>> folder.cleanup()
     """
     parents = [read(folder) for folder in adapters]
     how = Method(method, space, density, torch.Generator().manual_seed(seed))
-    if (rank is not None and rank < 1) or (energy is not None and not 0 < energy <= 1):
-        raise ValueError(f"rank is at least 1, energy a share above 0 and at most 1, got {rank} and {energy}")
-    given = [1.0 if method == "ties" else 1 / len(parents) for _ in parents] if weights is None else [*weights]
-    if not parents or len(given) != len(parents) or not all(map(math.isfinite, given)):
-        raise ValueError(f"{len(parents)} adapters need as many weights, finite, got {given}")
-    if method in MANIFOLDS:
-        if min(given) < 0 or sum(given) <= 0:
-            raise ValueError(f"a mean on the quotient needs weights that are not negative, not all zero, got {given}")
-        given = [w / sum(given) for w in given]
-    _check_alike(parents, given, method)
+    _check_size(rank, energy)
+    given = _given(parents, weights, method)
     ranks = dict[str, int]()
     with new_folder(out) as folder:
         write_tensors(
             folder / WEIGHTS, _tensors(list(zip(parents, given, strict=True)), how, ranks, rank, energy or 1.0)
         )
         (folder / CONFIG).write_text(json.dumps(_config(parents, ranks), indent=2, sort_keys=True) + "\n")
-        base = json.dumps(parents[0].config.get("base_model_name_or_path") or "")
-        shares = "\n".join(f"- {w:g} × {p.folder}" for p, w in zip(parents, given, strict=True))
-        card = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nMerged by quotient-lora, method {method}, from\n\n"
-        (folder / "README.md").write_text(card + shares + "\n")
+        (folder / "README.md").write_text(_card(parents, given, method))
 
 
 def resize(adapter: Path, out: Path, *, rank: int | None = None, energy: float | None = None) -> None:
@@ -323,6 +299,32 @@ def _check_shapes(parents: list[Adapter], layer: str, factors: list[tuple[Tensor
         )
 
 
+def _check_size(rank: int | None, energy: float | None) -> None:
+    if (rank is not None and rank < 1) or (energy is not None and not 0 < energy <= 1):
+        raise ValueError(f"rank is at least 1, energy a share above 0 and at most 1, got {rank} and {energy}")
+
+
+def _given(parents: list[Adapter], weights: Sequence[float] | None, method: str) -> list[float]:
+    """Return the weights of a merge, or raise."""
+    given = [1.0 if method == "ties" else 1 / len(parents) for _ in parents] if weights is None else [*weights]
+    if not parents or len(given) != len(parents) or not all(map(math.isfinite, given)):
+        raise ValueError(f"{len(parents)} adapters need as many weights, finite, got {given}")
+    if method in MANIFOLDS:
+        if min(given) < 0 or sum(given) <= 0:
+            raise ValueError(f"a mean on the quotient needs weights that are not negative, not all zero, got {given}")
+        given = [w / sum(given) for w in given]
+    _check_alike(parents, given, method)
+    return given
+
+
+def _card(parents: list[Adapter], weights: list[float], method: str) -> str:
+    """Return the README.md of a merged adapter, which says what it is made of."""
+    base = json.dumps(parents[0].config.get("base_model_name_or_path") or "")
+    shares = "\n".join(f"- {w:g} × {p.folder}" for p, w in zip(parents, weights, strict=True))
+    start = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\n"
+    return f"{start}Merged by quotient-lora, method {method}, from\n\n{shares}\n"
+
+
 def _check_alike(parents: list[Adapter], weights: list[float], method: str) -> None:
     """Raise if adapters cannot be merged, and warn if they name different models."""
     first = parents[0]
@@ -332,7 +334,7 @@ def _check_alike(parents: list[Adapter], weights: list[float], method: str) -> N
                 raise ValueError(f"{first.folder} and {p.folder} differ in {option}, so they cannot be merged")
         bases = [of.config.get("base_model_name_or_path") for of in (first, p)]
         if bases[0] != bases[1]:
-            warnings.warn(f"{first.folder} is of the model {bases[0]!r}, {p.folder} of {bases[1]!r}", stacklevel=3)
+            warnings.warn(f"{first.folder} is of the model {bases[0]!r}, {p.folder} of {bases[1]!r}", stacklevel=4)
     magnitudes = [{k for k in p.others if "lora_magnitude_vector" in k} for p in parents]
     is_mean = method not in ("ties", "dare") and min(weights) >= 0 and abs(sum(weights) - 1) < 1e-6
     if any(magnitudes) and len(parents) > 1 and not (is_mean and all(m == magnitudes[0] for m in magnitudes)):
