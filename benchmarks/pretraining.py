@@ -69,7 +69,7 @@ METHODS = {
     "QuotientMuon, Muon": Method("quotient muon", "muon", 5e-2, 1e-2, "each", "Muon"),
 }
 WHY = {
-    "QuotientMuon, Muon at the defaults": Method("quotient muon", "muon", 2e-2, 1e-3, "none"),
+    "QuotientMuon, Muon at a twentieth": Method("quotient muon", "muon", 2e-2, 1e-3, "none"),
     "QuotientMuon without planes, Muon": Method("quotient whole", "muon", 1e-2, 1e-2, "attention", "Muon"),
     "QuotientMuon on vo, Muon": Method("quotient vo", "muon", 1e-2, 1e-2, "attention", "Muon"),
     "QuotientMuon on qk, Muon": Method("quotient qk", "muon", 1e-2, 1e-2, "attention", "Muon"),

@@ -44,8 +44,8 @@ def create_quotient_lora_optimizer(
         The adapters to train; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
         Learning rate of all parameters outside pairs: ``modules_to_save``, biases, DoRA's magnitudes, and adapters that
-        form no pair (a warning names them; there may be no others). By default ``lr`` for Adam and ``lr / 20`` for
-        Muon, which is a starting point. Vectors and biases do not decay.
+        form no pair (a warning names them; there may be no others). By default ``lr``, and ``lr / 20`` for
+        :class:`QuotientMuon` beside AdamW, which is a starting point. Vectors and biases do not decay.
     others : {"adamw", "muon"}
         What trains parameters outside pairs. With ``"muon"``, ``torch.optim.Muon`` trains the weights of linear layers,
         except embeddings and the last layer, at AdamW's rate (``adjust_lr_fn="match_rms_adamw"``), and AdamW the rest.
@@ -183,7 +183,8 @@ def _create(
         raise ValueError(f'optimizer must be "adam" or "muon", got {kind!r}')
     if others not in ("adamw", "muon") or (others == "muon" and not hasattr(torch.optim, "Muon")):
         raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
-    rate = lr * OPTIMIZERS[kind].rest if rate is None else rate
+    if rate is None:  # Muon's best rate for the rest was that of the pairs (docs/results/pretraining.md)
+        rate = lr if others == "muon" else lr * OPTIMIZERS[kind].rest
     mine = {b.tensor for p in pairs if p.group is not None for b in p.G + p.H}
     hidden = _hidden(model, pairs) if others == "muon" else ()
     groups: list[dict[str, Any]] = [

@@ -1008,6 +1008,9 @@ def test_hidden_matrices_outside_pairs_move_as_by_muon(kind):
     model = nn.Sequential(nn.Embedding(11, 8), layer, nn.Linear(8, 11))
     options = {"lr": 0.02, "optimizer": kind, "other_params_lr": 1e-3, "weight_decay": 0.1}
     optimizer = create_quotient_optimizer(model, others="muon", **options)
+    assert {g["lr"] for g in create_quotient_optimizer(model, lr=0.02, optimizer=kind, others="muon").param_groups} == {
+        0.02
+    }
     hidden = [layer.linear1.weight, layer.linear2.weight]
     assert [g["params"] for g in optimizer.param_groups if g["others"] == "Muon"] == [hidden]
     twins = [nn.Parameter(p.detach().clone()) for p in hidden]
