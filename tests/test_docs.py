@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quotient_manifolds.adapters import __main__ as adapters
 from reproduction import cli as laboratory
 from sharpness import cli
 from sharpness.study import read_config
@@ -69,6 +70,8 @@ def shell(body, run):
             words = shlex.split(shlex.join(words).replace(long, short))
         if words[0] == "sharpness":
             assert run(words[1:]) == 0, line
+        elif words[0] == "quotient-lora":
+            assert adapters.main(words[1:]) == 0, line
         elif words[:3] == ["python", "-m", "reproduction"]:
             assert laboratory.main(words[3:]) == 0, line
         elif words[0] == "torchrun":

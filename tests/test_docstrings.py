@@ -11,6 +11,7 @@ PUBLIC = [
     "reproduction.recipes",
     "reproduction.collection",
     "quotient_manifolds",
+    "quotient_manifolds.adapters",
     "quotient_manifolds.optim",
     "quotient_manifolds.symmetries",
     "quotient_manifolds.symmetries.whole",

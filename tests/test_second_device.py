@@ -14,9 +14,7 @@ from quotient_manifolds.optim import (
     create_quotient_optimizer,
 )
 from quotient_manifolds.symmetries import (
-    adapter_pairs,
     apply_random_symmetry_,
-    average_lora_,
     find_symmetric_pairs,
     manifold_parameters_,
     model_distance,
@@ -181,21 +179,12 @@ def adapters(device):
     return loss
 
 
-def averaged(device):
-    """The mean of adapters, and their distances, with heads matched and not."""
-    model, _ = made(lambda: adapted(networks.bert(layers=1), ["query", "value"]), networks.text)
-    for name in ("other", "mean"):
-        model.add_adapter(name, model.peft_config["default"])
-    others = adapter_pairs(model, ["other"], include_frozen=True)
-    for i, (p, q) in enumerate(zip(adapter_pairs(model, ["default"]), others, strict=True)):
-        q.scatter_(p.gather().detach() * (1 + numbers(i, p.n + p.m, 1) / 10))
-    model.to(torch.get_default_dtype()).to(device)
-    average_lora_(model, ["default", "other"], "mean", weights=[1, 2])
-    points = [p.gather().detach() for p in adapter_pairs(model, ["mean"], include_frozen=True)]
+def matched(device):
+    """Distances of models, with heads matched."""
     one, two = (text_model(device, layers=1)[0] for _ in range(2))
     for p in two.parameters():
         p.data *= 1.01
-    return [*torch.cat([x.cpu().flatten() for x in points]).tolist(), model_distance(one, two, match="heads").total]
+    return model_distance(one, two, match="heads").total
 
 
 class Unknown(torch.nn.Module):
@@ -297,7 +286,7 @@ CALLS = {
     "along the worst": along_the_worst("geodesic-inv"),
     "along the worst of the whole": along_the_worst("complete-mix"),
     "adapters": adapters,
-    "averaged": averaged,
+    "matched": matched,
     "points": points,
     "heads as points": heads_as_points,
     "examined": examined,
@@ -317,7 +306,7 @@ CALLS = {
 BY_DEFAULT = ("geodesic-inv", "complete-mix", "turned", "verified", "distances", "adapters", "sharpness-aware")
 
 #: Calls that move between devices only where one of them has no double precision.
-RARE = ("average", "averaged", "points", "heads as points", "examined", "along the worst of the whole")
+RARE = ("average", "matched", "points", "heads as points", "examined", "along the worst of the whole")
 
 #: Calls that every run makes with the CPU as the default: one of those that are alike, and none that the others make.
 SOME = tuple(

@@ -31,7 +31,6 @@ __all__ = [
     "adapter_pairs",
     "apply_random_symmetry_",
     "attention_pairs",
-    "average_lora_",
     "block",
     "certify",
     "check_coverage",

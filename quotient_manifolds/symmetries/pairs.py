@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -102,7 +103,8 @@ class SymmetricPair:
                 )
         if not self.G or not self.H:
             raise ValueError(f"pair {self.name!r} needs at least one block in G and one in H")
-        if {b.key for b in self.G} & {b.key for b in self.H}:
+        key = attrgetter("key")
+        if not set(map(key, self.G)).isdisjoint(map(key, self.H)):
             raise ValueError(
                 f"pair {self.name!r}: the same block is in G and in H (tied weights); only an orthogonal group "
                 "is left, which is not supported; leave the layer out with quotient_manifolds.symmetries.skip"

@@ -1,0 +1,81 @@
+"""Time and memory of merging adapters as files: eight of a small model, and two of a large one.
+
+Each case runs in a process of its own, whose peak memory is compared with that after the imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from _common import write
+
+from quotient_manifolds.adapters import folders, merge
+
+#: Adapters, layers of the model, width, rank of each adapter and of the merge.
+CASES = {"12 layers, 768 wide": (8, 12, 768, 16, 16), "32 layers, 4096 wide": (2, 32, 4096, 64, 64)}
+
+
+def adapter(folder: Path, layers: int, width: int, rank: int, seed: int) -> None:
+    """Write an adapter of queries, keys, values, outputs (width × width) and two layers of four times the width."""
+    shapes = dict.fromkeys("qkvo", (width, width)) | {"up": (4 * width, width), "down": (width, 4 * width)}
+    generator, start = torch.Generator().manual_seed(seed), "base_model.model.layers"
+
+    def tensors():
+        for i in range(layers):
+            for name, (n, m) in shapes.items():
+                yield f"{start}.{i}.{name}.lora_A.weight", torch.randn(rank, m, generator=generator)
+                yield f"{start}.{i}.{name}.lora_B.weight", torch.randn(n, rank, generator=generator)
+
+    folder.mkdir()
+    folders.write_tensors(folder / folders.WEIGHTS, tensors())
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*shapes]}
+    (folder / folders.CONFIG).write_text(json.dumps(config))
+
+
+def peak() -> float:
+    """Return the largest memory of this process so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def merged(parents: list[str], out: str, rank: int) -> dict[str, float]:
+    """Merge, and return seconds and MiB."""
+    before, start, cpu = peak(), time.perf_counter(), time.process_time()
+    merge(parents, out, rank=rank)
+    times = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    return {**times, "mib_before": before, "mib": peak()}
+
+
+def main() -> None:
+    """Run the cases, each in a new process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        rank, out, *parents = options.case
+        print(json.dumps(merged(parents, out, int(rank))))
+        return
+    rows = []
+    for name, (count, layers, width, rank, new_rank) in CASES.items():
+        with tempfile.TemporaryDirectory() as place:
+            parents = [Path(place) / str(i) for i in range(count)]
+            for i, folder in enumerate(parents):
+                adapter(folder, layers, width, rank, i)
+            case = [str(new_rank), str(Path(place) / "out"), *map(str, parents)]
+            done = subprocess.run(
+                [sys.executable, __file__, "--case", *case], check=True, capture_output=True, text=True
+            )
+            size = (parents[0] / folders.WEIGHTS).stat().st_size / 2**20
+            rows.append({"model": name, "adapters": count, "rank": rank, "mib_of_one": size, **json.loads(done.stdout)})
+    write("adapters_cost", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Adapters as files: merge, resize, balance and compare LoRA folders of peft, without the model and without peft."""
+
+from .merging import balance, compare, merge, resize
+
+__all__ = ["balance", "compare", "merge", "resize"]

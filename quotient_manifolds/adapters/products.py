@@ -1,0 +1,137 @@
+"""Sums, means and merges of products G Hᵀ in float64, from their factors (experts, n, r) and (experts, m, r)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..manifold import MANIFOLDS
+from ..means import ConvergenceError, frechet_mean
+
+#: Factors of a layer, G (experts, n, r) and H (experts, m, r).
+Factors = tuple[Tensor, Tensor]
+#: Singular values below this part of the largest are lost when factors are stored in single precision.
+NEGLIGIBLE = torch.finfo(torch.float32).eps
+
+
+def product_svd(G: Tensor, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, σ, V with U diag(σ) Vᵀ = G Hᵀ, without forming the product; what is rounding error is 0 in σ."""
+    (Q, R), (P, T) = torch.linalg.qr(G), torch.linalg.qr(H)
+    U, sigma, Vh = torch.linalg.svd(R @ T.mT, full_matrices=False)
+    rounding = 10 * torch.finfo(G.dtype).eps * torch.linalg.matrix_norm(R) * torch.linalg.matrix_norm(T)
+    return Q @ U, torch.where(sigma > rounding.unsqueeze(-1), sigma, 0), P @ Vh.mT
+
+
+def present(sigma: Tensor) -> Tensor:
+    """Tell which singular values are not negligible; (…, k)."""
+    return sigma > NEGLIGIBLE * sigma[..., :1]
+
+
+def balanced(G: Tensor, H: Tensor, rank: int, energy: float = 1.0, whole: bool = False) -> Factors:
+    """Return balanced factors of the nearest product of at most this rank, or, if ``whole``, of just this one.
+
+    ``energy`` is the share of the sum of squared singular values that is enough.
+    """
+    U, sigma, V = product_svd(G, H)
+    before = sigma.square().cumsum(-1) - sigma.square()
+    kept = present(sigma) & ((before < energy * sigma.square().sum(-1, keepdim=True)) | (energy == 1))
+    count = min(rank, max(1, int(kept.sum(-1).max())))
+    root = torch.where(kept, sigma, 0).sqrt()[..., :count].unsqueeze(-2)
+    # Where the product is 0, G is 0 and H is not, as in a new adapter: two zeros would remain zero in training.
+    factors = U[..., :count] * root, V[..., :count] * torch.where(root > 0, root, H.shape[-2] ** -0.5)
+    G, H = (pad(X, (0, (rank - count) * whole)) for X in factors)
+    return G, H
+
+
+@dataclass(frozen=True)
+class Method:
+    """How products are merged; see :func:`quotient_manifolds.adapters.merge`.
+
+    Attributes
+    ----------
+    name, space, density
+        The arguments of that function.
+    generator : torch.Generator
+        Of DARE.
+    """
+
+    name: str
+    space: str
+    density: float
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        choices = ("method", self.name, ["sum", "ties", "dare", *MANIFOLDS]), ("space", self.space, [*_SPACES])
+        for what, value, known in choices:
+            if value not in known:
+                raise ValueError(f"{what} must be one of {', '.join(known)}, got {value!r}")
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density is a share above 0 and at most 1, got {self.density}")
+
+    def factors(self, parts: Sequence[Factors], weights: Sequence[float]) -> Factors:
+        """Return factors of the merged product."""
+        if self.name in MANIFOLDS:
+            return _quotient_mean(self.name, parts, weights)
+        if self.name == "sum":
+            scaled = [w * G for w, (G, _) in zip(weights, parts, strict=True)]
+            return torch.cat(scaled, -1), torch.cat([H for _, H in parts], -1)
+        found = [product_svd(*part) for part in parts]
+        U, V = (
+            None if power is None else _basis([X * s.pow(power).unsqueeze(-2) for X, s in sides])
+            for power, sides in zip(
+                _SPACES[self.space], ([f[:2] for f in found], [(f[2], f[1]) for f in found]), strict=True
+            )
+        )
+        entries = []
+        for one, s, other in found:
+            rows, columns = one if U is None else U.mT @ one, other if V is None else V.mT @ other
+            entries.append((rows * s.unsqueeze(-2)) @ columns.mT)
+        merged = self.array(entries, weights)
+        G = merged if U is None else U @ merged
+        return G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device).expand(len(G), -1, -1) if V is None else V
+
+    def array(self, arrays: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """Return the sum of arrays with weights, or what TIES and DARE make of it."""
+        stacked = torch.stack([*arrays])
+        w = stacked.new_tensor(weights).reshape(-1, *[1] * arrays[0].dim())
+        if self.name == "dare":
+            masks = torch.bernoulli(torch.full_like(stacked, self.density), generator=self.generator)
+            return (w * stacked * masks / self.density).sum(0)
+        if self.name != "ties":
+            return (w * stacked).sum(0)
+        flat = stacked.flatten(1)
+        largest = flat.abs().topk(int(self.density * flat.shape[1])).indices
+        stacked = torch.zeros_like(flat).scatter(1, largest, flat.gather(1, largest)).reshape(stacked.shape)
+        elected = stacked.sign() == torch.where(stacked.sum(0) >= 0, 1, -1)
+        return (w * stacked * elected).sum(0) / elected.sum(0).clamp_min(1)
+
+
+#: Powers of the singular values by which bases of outputs and inputs weigh those of each product; None: no basis.
+_SPACES = {"core": (0.5, 0.5), "knots": (1.0, None), "full": (None, None)}
+
+
+def _basis(parts: Sequence[Tensor]) -> Tensor:
+    """Return the left singular vectors of matrices side by side; 0 where they have no more."""
+    U, sigma, _ = torch.linalg.svd(torch.cat([*parts], -1), full_matrices=False)
+    return U * present(sigma).unsqueeze(-2)
+
+
+def _quotient_mean(metric: str, parts: Sequence[Factors], weights: Sequence[float]) -> Factors:
+    """Return the Fréchet mean on the quotient."""
+    ranks, n, m = [H.shape[-1] for _, H in parts], parts[0][0].shape[-2], parts[0][1].shape[-2]
+    if len(set(ranks)) > 1:
+        raise ValueError(f"a mean on the quotient needs equal ranks, not {ranks}")
+    if ranks[0] > min(n, m) or not all(bool(present(product_svd(*part)[1]).all()) for part in parts):
+        raise ValueError("a product that lacks full rank, as at B = 0, has no place on the quotient")
+    points = torch.stack([torch.cat(part, -2) for part in parts])
+    try:
+        mean = frechet_mean(MANIFOLDS[metric](n, m), points, points.new_tensor(weights)).point
+    except ConvergenceError as error:
+        raise ConvergenceError(
+            f"no mean was found ({metric}): the products are too far apart", error.residual
+        ) from error
+    return mean[..., :n, :], mean[..., n:, :]

@@ -1,0 +1,584 @@
+"""Folders of adapters, against dense products that peft computes and against each other."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft.utils import merge_utils
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
+from quotient_manifolds.adapters import balance, compare, folders, merge, merging, products, resize
+from quotient_manifolds.adapters.__main__ import main
+
+#: Of peft, about the bias of B, and about patterns for parameters, which it follows nevertheless.
+pytestmark = pytest.mark.filterwarnings("ignore:Adapter 'default'", "ignore:The following (rank|alpha)_pattern keys")
+
+
+class Experts(nn.Module):
+    """Two parameters of three experts each."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 7, 5)), nn.Parameter(torch.randn(3, 5, 7))
+
+
+class Net(nn.Module):
+    """A layer of each kind; it is loaded into, never run."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.conv, self.experts = nn.Embedding(9, 12), nn.Conv2d(3, 5, 3), Experts()
+        self.one, self.two, self.head = nn.Linear(12, 20), nn.Linear(20, 9), nn.Sequential(nn.Linear(9, 4))
+
+
+def saved(folder, seed=0, *, r=3, targets=("one", "two"), dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    net = Net()
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=r, target_modules=list(targets), init_lora_weights=False, **options)
+    model = peft.get_peft_model(net, config)
+    for name, p in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            p.data = (p.data.abs() + 0.5 if "magnitude" in name else 0.3 * torch.randn(p.shape)).to(dtype)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(folder):
+    torch.manual_seed(0)
+    return peft.PeftModel.from_pretrained(Net(), folder).double()
+
+
+def dense(folder):
+    """The changes of the weights in peft's own words, and those of the biases."""
+    found = {}
+    for path, m in loaded(folder).named_modules():
+        if isinstance(m, peft.tuners.lora.LoraLayer):
+            found[path] = m.get_delta_weight("default").detach()
+            if m.lora_bias.get("default"):
+                found[f"{path} bias"] = (m.scaling["default"] * m.lora_B["default"].bias).detach()
+    return found
+
+
+def near(one, other, tolerance):
+    assert one.keys() == other.keys()
+    size = max(float(v.norm()) for v in [*one.values(), *other.values()])
+    return max(float((one[k] - other[k]).norm()) for k in one) <= tolerance * size
+
+
+def weighted(folders, weights):
+    parts = [dense(f) for f in folders]
+    keys = {k: v for part in parts for k, v in part.items()}
+    zeros = {k: torch.zeros_like(v) for k, v in keys.items()}
+    return {k: sum(w * p.get(k, zeros[k]) for w, p in zip(weights, parts, strict=True)) for k in keys}
+
+
+KINDS = {
+    "ranks and scales": ({"lora_alpha": 2}, {"r": 5, "lora_alpha": 16}),
+    "rslora": ({"use_rslora": True, "lora_alpha": 4}, {"r": 2, "lora_alpha": 3}),
+    "patterns": (
+        {"rank_pattern": {"one": 2}, "alpha_pattern": {"^two": 3, "one": 9}},
+        {"r": 4, "rank_pattern": {"t.o": 6}, "use_rslora": True},
+    ),
+    "bias": ({"lora_bias": True, "lora_alpha": 4}, {"r": 2}),
+    "other layers": ({"targets": ["one"]}, {"targets": ["two"], "r": 2}),
+    "an expression": ({"targets": ["one"], "layers_to_transform": None}, {"r": 2, "exclude_modules": ["one"]}),
+    "convolutions and embeddings": ({"targets": ["words", "conv"]}, {"targets": ["words", "conv", "one"], "r": 2}),
+    "experts": tuple({"target_parameters": ["experts.up", "experts.down"], "r": r, "lora_alpha": 6} for r in (2, 3)),
+    "experts and a layer": tuple(
+        {"target_parameters": ["up"], "r": 2, "alpha_pattern": {"experts.up": a}, "targets": ["one"]} for a in (3, 5)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merge_is_the_signed_sum_of_products(kind, tmp_path):
+    parents = [saved(tmp_path / str(i), i, **{"targets": ("one", "two"), **o}) for i, o in enumerate(KINDS[kind])]
+    weights = [0.7, -0.4]
+    merge(parents, tmp_path / "out", weights=weights)
+    expected = weighted(parents, weights)
+    assert near(dense(tmp_path / "out"), expected, 1e-5)
+    assert not near(dense(tmp_path / "out"), weighted(parents, [0.7, 0.4]), 1e-2)
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (config["lora_alpha"], config["alpha_pattern"]) == (config["r"], config["rank_pattern"])
+    for layer, (A, B) in factors(tmp_path / "out").items():
+        if "experts" not in layer:
+            assert torch.allclose(B.mT @ B, A @ A.mT, atol=1e-5), "not balanced"
+
+
+def factors(folder):
+    t = load_file(folder / "adapter_model.safetensors")
+    of = {k.rpartition(".lora_")[0] for k in t if "lora_" in k}
+    name = {layer: [k for k in t if k.startswith(f"{layer}.lora_") and "bias" not in k] for layer in of}
+    return {layer: [t[k].flatten(1) for k in sorted(keys)] for layer, keys in name.items()}
+
+
+def test_a_smaller_rank_is_the_nearest_product(tmp_path):
+    parents = [saved(tmp_path / str(i), i, r=r) for i, r in enumerate((2, 4))]
+    merge(parents, tmp_path / "out", weights=[1, -2], rank=3)
+    for key, X in weighted(parents, [1, -2]).items():
+        U, s, Vh = torch.linalg.svd(X)
+        nearest = U[:, :3] * s[:3] @ Vh[:3]
+        assert torch.allclose(dense(tmp_path / "out")[key], nearest, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    st.integers(1, 8), st.floats(0.05, 1), st.integers(0, 9),
+)  # fmt: skip
+def test_sums_of_any_shape(n, m, ranks, rank, energy, seed):
+    torch.manual_seed(seed)
+    parts = [(torch.randn(1, n, r).double(), torch.randn(1, m, r).double()) for r in ranks]
+    weights = torch.randn(len(ranks)).tolist()
+    how = products.Method("sum", "core", 0.5, torch.Generator())
+    X = sum(w * G @ H.mT for w, (G, H) in zip(weights, parts, strict=True))
+    U, s, Vh = torch.linalg.svd(X, full_matrices=False)
+    shares = s.square().cumsum(-1)[0] / s.square().sum()
+    count = 1 + int((shares < energy - 1e-9).sum()) if energy < 1 else s.shape[-1]
+    count = min(count, rank)
+    G, H = products.balanced(*how.factors(parts, weights), rank, energy)
+    assert torch.allclose(G @ H.mT, (U[..., :count] * s[..., None, :count]) @ Vh[..., :count, :], atol=1e-9)
+    assert torch.allclose(G.mT @ G, H.mT @ H, atol=1e-9) or bool((s < 1e-6).any())
+
+
+def exact(folder, r=3, seed=0, near_to=None):
+    """An adapter of small whole numbers, which moves of whole numbers change without rounding."""
+    saved(folder, seed, r=r, lora_alpha=r)
+    generator = torch.Generator().manual_seed(seed)
+    t = {k: torch.randint(-9, 10, v.shape, generator=generator).float() for k, v in tensors(folder).items()}
+    if near_to:
+        t = {k: v + t[k] / 64 for k, v in tensors(near_to).items()}
+    save_file(t, f"{folder}/adapter_model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def tensors(folder):
+    return load_file(f"{folder}/adapter_model.safetensors")
+
+
+def moved(folder, out):
+    """(B M⁻¹, M A) with a matrix of condition 1e4, without any rounding."""
+    shutil.copytree(folder, out)
+    t = tensors(folder)
+    for key, A in t.items():
+        if "lora_A" in key:
+            r = len(A)
+            M = torch.diag(2.0 ** torch.linspace(6, -6, r).round()) @ (torch.eye(r) + 2 * torch.ones(r, r).triu(1))
+            M = M.float()
+            assert torch.linalg.cond(M) > 1e4
+            B = t[key.replace("lora_A", "lora_B")]
+            t[key], new = M @ A, (B.double() @ torch.linalg.inv(M.double())).float()
+            t[key.replace("lora_A", "lora_B")] = new
+            assert torch.equal(new.double() @ t[key].double(), B.double() @ A.double()), "rounded"
+    save_file(t, f"{out}/adapter_model.safetensors", {"format": "pt"})
+    return str(out)
+
+
+METHODS = [{"method": "sum"}, {"method": "sum", "rank": 2}, {"method": "inv"}, {"method": "mix"}] + [
+    {"method": m, "space": s, "rank": 5} for m in ("ties", "dare") for s in ("core", "knots", "full")
+]
+
+
+@pytest.mark.parametrize("options", METHODS, ids=lambda o: "-".join(map(str, o.values())))
+def test_the_merge_does_not_depend_on_the_factors(options, tmp_path):
+    one = exact(tmp_path / "one")
+    two = exact(tmp_path / "two", seed=1, near_to=one)
+    other = moved(two, tmp_path / "moved")
+    for parents, out in (([one, two], "a"), ([one, other], "b")):
+        merge(parents, tmp_path / out, weights=[0.25, 0.75], **options)
+    assert near(dense(tmp_path / "a"), dense(tmp_path / "b"), 1e-6)
+    assert not near(dense(tmp_path / "a"), dense(one), 1e-2)
+    if options["method"] != "dare":
+        merge([two, one], tmp_path / "c", weights=[0.75, 0.25], **options)
+        assert near(dense(tmp_path / "a"), dense(tmp_path / "c"), 1e-6)
+
+
+def test_weights(tmp_path):
+    one, two = saved(tmp_path / "one", r=2), saved(tmp_path / "two", 1)
+    twin = moved(exact(tmp_path / "exact"), tmp_path / "twin")
+    for parents, weights, expected in (
+        ([one], None, dense(one)),
+        ([one, two], [1, 0], dense(one)),
+        ([one, two], None, weighted([one, two], [0.5, 0.5])),
+        ([twin, str(tmp_path / "exact")], [1, -1], {k: 0 * v for k, v in dense(one).items()}),
+    ):
+        merge(parents, tmp_path / "out", weights=weights)
+        assert near(dense(tmp_path / "out"), expected, 1e-6)
+        shutil.rmtree(tmp_path / "out")
+    merge([one, one], tmp_path / "out")
+    assert compare(tmp_path / "out", one)["layers"]["one"]["rank"] == [2, 2]
+
+
+def pairs_of(seed, ranks=(3, 2, 2), n=6, m=5):
+    torch.manual_seed(seed)
+    return [(torch.randn(1, n, r).double(), torch.randn(1, m, r).double()) for r in ranks]
+
+
+@pytest.mark.parametrize("density", [0.3, 0.7])
+def test_ties_and_dare_of_products_are_those_of_peft(density):
+    parts, weights = pairs_of(0), [1.0, -0.5, 2.0]
+    X = [(G @ H.mT)[0] for G, H in parts]
+    for name, theirs in (("ties", merge_utils.ties), ("dare", merge_utils.dare_linear)):
+        how = products.Method(name, "full", density, torch.Generator().manual_seed(5))
+        G, H = how.factors(parts, weights)
+        torch.manual_seed(5)
+        assert torch.allclose((G @ H.mT)[0], theirs(X, torch.tensor(weights).double(), density), atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["ties", "dare"])
+def test_spaces_are_those_of_dense_products(name):
+    """KnOTS and Core Space, step by step; entries are kept without chance, so that signs of bases do not matter."""
+    parts, weights, density = pairs_of(1), [1.0, 0.5, 2.0], {"ties": 0.4, "dare": 1.0}[name]
+    X = [(G @ H.mT)[0] for G, H in parts]
+
+    def ties(arrays):
+        if name == "dare":
+            return sum(w * a for w, a in zip(weights, arrays, strict=True))
+        return merge_utils.ties(arrays, torch.tensor(weights).double(), density)
+
+    U, s, Vh = torch.linalg.svd(torch.cat(X, 1), full_matrices=False)
+    knots = U @ ties([s[:, None] * V for V in Vh.split(5, 1)])
+    roots = [torch.linalg.svd(x, full_matrices=False) for x in X]
+    U = torch.linalg.svd(torch.cat([u * s.sqrt() for u, s, _ in roots], 1), full_matrices=False)[0]
+    V = torch.linalg.svd(torch.cat([v.mT * s.sqrt() for _, s, v in roots], 1), full_matrices=False)[0]
+    core = U @ ties([U.mT @ x @ V for x in X]) @ V.mT
+    for space, expected in (("knots", knots), ("core", core)):
+        G, H = products.Method(name, space, density, torch.Generator()).factors(parts, weights)
+        assert torch.allclose((G @ H.mT)[0], expected, atol=1e-10), space
+    assert not torch.allclose(knots, core) or name == "dare"
+
+
+def test_dare_keeps_the_sum_on_average():
+    parts = pairs_of(2)
+    how = products.Method("dare", "core", 0.5, torch.Generator().manual_seed(0))
+    many = torch.stack([G @ H.mT for G, H in (how.factors(parts, [1.0, -1.0, 1.0]) for _ in range(2000))])
+    expected = sum(w * G @ H.mT for w, (G, H) in zip((1, -1, 1), parts, strict=True))
+    assert ((many.mean(0) - expected).abs() < 5 * many.std(0) / 2000**0.5).all()
+    assert float(many.std(0).mean()) > 0.1
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+def test_every_layer_has_the_mean_of_its_points(metric, tmp_path):
+    one = exact(tmp_path / "one")
+    two = exact(tmp_path / "two", seed=1, near_to=one)
+    merge([one, two], tmp_path / "out", weights=[1, 3], method=metric)
+    for layer, (A, B) in factors(tmp_path / "out").items():
+        points = torch.stack([torch.cat([b, a.mT]) for a, b in (factors(tmp_path / p)[layer] for p in ("one", "two"))])
+        space = {"inv": GLQuotientInv, "mix": GLQuotientMix}[metric](len(B), A.shape[1])
+        mean = space.to_matrix(space.mean(points.double(), torch.tensor([0.25, 0.75]).double()))
+        assert torch.allclose((B.double() @ A.double()), mean, rtol=1e-5, atol=1e-5 * float(mean.norm()))
+
+
+def test_what_has_no_mean_on_the_quotient_is_named(tmp_path):
+    one, small, part = saved(tmp_path / "one"), saved(tmp_path / "s", r=2), saved(tmp_path / "p", targets=["one"])
+    wide = saved(tmp_path / "wide", r=10, targets=["two"])
+    zero = changed(one, tmp_path / "zero", lambda k, t: 0 * t if "two.lora_B" in k else t)
+    for parents, message in (
+        ([one, small], r"one: a mean on the quotient needs equal ranks, not \[3, 2\]"),
+        ([one, part], "two is not in all adapters"),
+        ([one, zero], "two: a product that lacks full rank, as at B = 0, has no place"),
+        ([wide, wide], "two: a product that lacks full rank"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge(parents, tmp_path / "out", method="inv")
+    with pytest.raises(ValueError, match="weights that are not negative"):
+        merge([one, one], tmp_path / "out", method="mix", weights=[1, -1])
+    square = saved(tmp_path / "square", r=9, targets=["two"])
+    other = changed(
+        square, tmp_path / "other", lambda k, t: t * torch.tensor([-1.0] + [1.0] * 8)[:, None] if "lora_B" in k else t
+    )
+    with pytest.raises(ConvergenceError, match=r"two: no mean was found \(inv\): the products are too far apart"):
+        merge([square, other], tmp_path / "out", method="inv")
+    assert not (tmp_path / "out").exists()
+
+
+def changed(folder, out, change=lambda key, t: t, **config):
+    shutil.copytree(folder, out)
+    save_file({k: change(k, t).contiguous() for k, t in tensors(folder).items()}, f"{out}/adapter_model.safetensors")
+    old = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps({**old, **config}))
+    return str(out)
+
+
+def test_saved_modules_and_magnitudes_are_averaged(tmp_path):
+    for options in ({"modules_to_save": ["head"]}, {"use_dora": True}):
+        kind = next(iter(options))
+        one, two = (saved(tmp_path / f"{kind}{i}", i, **options) for i in range(2))
+        merge([one, two], tmp_path / kind, weights=[0.25, 0.75])
+        a, b, mean = tensors(one), tensors(two), tensors(tmp_path / kind)
+        others = [k for k in a if "head" in k or "magnitude" in k]
+        assert len(others) == 2
+        for key in others:
+            assert torch.allclose(mean[key], 0.25 * a[key] + 0.75 * b[key], atol=1e-6)
+        loaded(tmp_path / kind)
+        merge([one, one], tmp_path / f"{kind}twice")
+        assert near(dense(tmp_path / f"{kind}twice"), dense(one), 1e-6)
+
+
+def test_what_is_no_product_and_has_no_mean_is_named(tmp_path):
+    head, plain, dora = (
+        saved(tmp_path / "h", modules_to_save=["head"]),
+        saved(tmp_path / "p"),
+        saved(tmp_path / "d", use_dora=True),
+    )
+    merge([head, plain], tmp_path / "out", weights=[1, 1])
+    assert torch.equal(
+        tensors(tmp_path / "out")["base_model.model.head.0.bias"], tensors(head)["base_model.model.head.0.bias"]
+    )
+    shutil.rmtree(tmp_path / "out")
+    merge([head, saved(tmp_path / "other", 1, modules_to_save=["head"])], tmp_path / "out", weights=[1, -0.5])
+    key = "base_model.model.head.0.bias"
+    assert torch.equal(tensors(tmp_path / "out")[key], tensors(head)[key]), "what is subtracted has no share"
+    shutil.rmtree(tmp_path / "out")
+    larger = changed(head, tmp_path / "l", lambda k, t: torch.cat([t, t]) if "head" in k else t)
+    count = changed(head, tmp_path / "c", lambda k, t: t.long() if "head" in k else t)
+    more = changed(count, tmp_path / "m", lambda k, t: t + 1 if "head" in k else t)
+    for parents, weights, message in (
+        ([head, plain], [-1, 1], r"head\.0\.bias is no product: it is averaged by weights above 0, and no adapter"),
+        ([head, larger], None, r"head\.0\.bias has no mean, for its shapes are \(4,\) in .* and \(8,\) in"),
+        ([count, more], None, "its numbers are of torch.int64, and differ between the adapters"),
+        ([dora, plain], None, "DoRA divides by the norm"),
+        ([dora, dora], [1, 1], "DoRA divides by the norm"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge(parents, tmp_path / "out", weights=weights)
+    merge([count, count], tmp_path / "out")
+
+
+def test_balance(tmp_path):
+    one = saved(tmp_path / "one", lora_alpha=7, use_rslora=True, rank_pattern={"two": 2}, modules_to_save=["head"])
+    far = changed(one, tmp_path / "far", lambda k, t: 1e4 * t if "lora_A" in k else t / 1e4 if "lora_B" in k else t)
+    balance(far, tmp_path / "out")
+    assert near(dense(tmp_path / "out"), dense(far), 1e-6)
+    assert (tmp_path / "out/adapter_config.json").read_text() == (tmp_path / "far/adapter_config.json").read_text()
+    for A, B in factors(tmp_path / "out").values():
+        assert torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
+        assert float((A @ A.mT).fill_diagonal_(0).abs().max()) < 1e-6
+    zero = changed(one, tmp_path / "zero", lambda k, t: 0 * t if "two.lora_B" in k else t)
+    balance(zero, tmp_path / "new")
+    key = "base_model.model.two.lora_A.weight"
+    assert torch.equal(tensors(tmp_path / "new")[key], tensors(zero)[key]), "an adapter that is new can be trained"
+    assert tensors(tmp_path / "new").keys() == tensors(zero).keys()
+
+
+def test_experts_are_balanced_one_by_one(tmp_path):
+    one = saved(tmp_path / "one", **KINDS["experts"][0])
+    far = changed(one, tmp_path / "far", lambda k, t: 1e3 * t if "lora_A" in k else t / 1e3 if "lora_B" in k else t)
+    balance(far, tmp_path / "out")
+    assert near(dense(tmp_path / "out"), dense(one), 1e-5)
+    for layer, (A, B) in factors(tmp_path / "out").items():
+        if "experts" in layer:
+            A, B = A.unflatten(0, (3, 2)), B.unflatten(1, (2, 3)).movedim(-1, 0)
+            assert torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
+
+
+def test_a_product_of_zero_can_be_trained(tmp_path):
+    zero = changed(saved(tmp_path / "one"), tmp_path / "zero", lambda k, t: 0 * t if "lora_B" in k else t)
+    merge([zero, zero], tmp_path / "out")
+    for A, B in factors(tmp_path / "out").values():
+        assert not B.any()
+        assert float(A.norm()) == pytest.approx(A.shape[1] ** -0.5)
+
+
+def test_resize(tmp_path):
+    one = saved(tmp_path / "one", r=6, lora_bias=True)
+    resize(one, tmp_path / "small", rank=2)
+    expected = compare(one, tmp_path / "small")["layers"]
+    assert [layer["rank"] for layer in expected.values()] == [[6, 2], [6, 2]]
+    for layer in expected.values():
+        values = torch.tensor(layer["singular_values"][0]).square()
+        assert layer["distance"] == pytest.approx(float(values[2:].sum() / values.sum()) ** 0.5, rel=1e-4)
+    resize(one, tmp_path / "most", energy=0.9)
+    for layer in compare(one, tmp_path / "most")["layers"].values():
+        assert layer["norm"][1] ** 2 >= 0.9 * layer["norm"][0] ** 2
+        assert layer["rank"][1] < 6
+        values = torch.tensor(layer["singular_values"][1]).square()
+        assert float(values[: layer["rank"][1] - 1].sum()) < 0.9 * layer["norm"][0] ** 2
+    with pytest.raises(ValueError, match="say to which rank"):
+        resize(one, tmp_path / "out")
+
+
+def test_compare(tmp_path):
+    one, two = (
+        saved(tmp_path / "one", r=2),
+        saved(tmp_path / "two", 1, targets=["one"], lora_alpha=5, modules_to_save=["head"]),
+    )
+    found, a, b = compare(one, two), dense(one), dense(two)
+    for layer in ("one", "two"):
+        X = a[f"base_model.model.{layer}"]
+        Y = b.get(f"base_model.model.{layer}", torch.zeros_like(X))
+        assert found["layers"][layer]["norm"] == pytest.approx([float(X.norm()), float(Y.norm())], rel=1e-6)
+        distance = float((X - Y).norm()) / max(float(X.norm()), float(Y.norm()))
+        assert found["layers"][layer]["distance"] == pytest.approx(distance, rel=1e-6)
+        assert found["layers"][layer]["singular_values"][0] == pytest.approx(
+            torch.linalg.svdvals(X)[:2].tolist(), rel=1e-6
+        )
+    assert found["layers"]["two"]["rank"] == [2, 0]
+    assert found["config"]["lora_alpha"] == [8, 5]
+    assert found["tensors"] == ["base_model.model.head.0.bias", "base_model.model.head.0.weight"]
+    same = compare(one, one)
+    assert max(layer["distance"] for layer in same["layers"].values()) < 1e-12
+    assert not same["config"]
+    assert not same["tensors"]
+
+
+def test_half_precision_is_rounded_once(tmp_path):
+    one, two = (saved(tmp_path / str(i), i, dtype=torch.bfloat16) for i in range(2))
+    merge([one, two], tmp_path / "out")
+    assert {t.dtype for t in tensors(tmp_path / "out").values()} == {torch.bfloat16}
+    assert near(dense(tmp_path / "out"), weighted([one, two], [0.5, 0.5]), 1e-2)
+    merge([one, saved(tmp_path / "wide", 1)], tmp_path / "both")
+    assert {t.dtype for t in tensors(tmp_path / "both").values()} == {torch.float32}
+
+
+def test_files_are_aligned(tmp_path):
+    given = {"a": torch.ones(3).bfloat16(), "b": torch.randn(2, 3), "c": torch.tensor(5), "d": torch.tensor([True]),
+             "e": torch.randn(2).double(), "f": torch.zeros(0, 4)}  # fmt: skip
+    folders.write_tensors(tmp_path / "x.safetensors", iter(given.items()))
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[k], t) and found[k].dtype == t.dtype for k, t in given.items())
+    assert [*tmp_path.iterdir()] == [tmp_path / "x.safetensors"]
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    one = saved(tmp_path / "one")
+    pickled = changed(one, tmp_path / "pickled")
+    (tmp_path / "pickled/adapter_model.safetensors").rename(tmp_path / "pickled/adapter_model.bin")
+    broken = changed(one, tmp_path / "broken")
+    (tmp_path / "broken/adapter_model.safetensors").write_bytes(b"not tensors")
+    cases = {
+        "has no adapter_config.json: it is no adapter": tmp_path / "nothing",
+        "only a pickle, which may run code": pickled,
+        "broken cannot be read": broken,
+        "is an adapter of the method IA3": changed(one, tmp_path / "ia3", peft_type="IA3"),
+        "was made with kasa_config": changed(one, tmp_path / "kasa", kasa_config={"a": 1}),
+        "was initialised by pissa_niter_4, which replaces": changed(
+            one, tmp_path / "pissa", init_lora_weights="pissa_niter_4"
+        ),
+        "one has rank 3, but adapter_config.json says 4": changed(one, tmp_path / "r", r=4),
+        "NaN or infinite": changed(one, tmp_path / "nan", lambda k, t: t * torch.nan),
+        "no pairs lora_A, lora_B in the names of peft": other_names(one, tmp_path / "kohya"),
+        "share no rank": changed(one, tmp_path / "groups", lambda k, t: t[:, :1] if "lora_B" in k else t),
+    }
+    for message, folder in cases.items():
+        with pytest.raises((ValueError, OSError), match=message):
+            merge([one, folder], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def other_names(folder, out):
+    changed(folder, out)
+    t = {k.replace("lora_A", "lora_down"): v for k, v in tensors(out).items()}
+    save_file(t, out / "adapter_model.safetensors")
+    return out
+
+
+def test_what_cannot_be_merged_is_named(tmp_path):
+    one = saved(tmp_path / "one")
+    narrow = changed(one, tmp_path / "narrow", lambda k, t: t[:, :7] if "one.lora_A" in k else t)
+    tokens = changed(one, tmp_path / "tokens", trainable_token_indices=[1])
+    for more, message in (
+        ({"adapters": [one, narrow]}, r"one has experts, outputs and inputs \[\(1, 20, 12\), \(1, 20, 7\)\] in"),
+        ({"adapters": [one, tokens]}, "differ in trainable_token_indices"),
+        ({"adapters": []}, "0 adapters need as many weights"),
+        ({"weights": [1, 2]}, "1 adapters need as many weights, finite"),
+        ({"weights": [float("nan")]}, "finite"),
+        ({"method": "flat"}, "method must be one of sum, ties, dare, inv, mix"),
+        ({"space": "flat"}, "space must be one of core, knots, full"),
+        ({"density": 0}, "density is a share"),
+        ({"rank": 0}, "rank is at least 1"),
+        ({"energy": 2}, "energy a share"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            merge(**{"adapters": [one], "out": tmp_path / "out", **more})
+    other = changed(one, tmp_path / "other", base_model_name_or_path="another")
+    with pytest.warns(UserWarning, match="one is of the model None, .*other of 'another'"):
+        merge([one, other], tmp_path / "out")
+
+
+def test_nothing_is_half_written(tmp_path, monkeypatch):
+    one, out = saved(tmp_path / "one"), tmp_path / "out"
+    before = set(tmp_path.iterdir())
+    with pytest.raises(FileExistsError, match="exists already; name a new folder"):
+        merge([one], one)
+    with pytest.raises(FileNotFoundError, match="create it first"):
+        merge([one], tmp_path / "no/where")
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(merging, "_config", killed)
+    with pytest.raises(KeyboardInterrupt):
+        merge([one], out)
+    assert set(tmp_path.iterdir()) == before
+    monkeypatch.undo()
+    out.mkdir()
+    merge([one], out)
+    assert near(dense(out), dense(one), 1e-6)
+    assert str(one) in (out / "README.md").read_text()
+
+
+def test_the_command(tmp_path, capsys):
+    one, two = saved(tmp_path / "one"), saved(tmp_path / "two", 1, r=2)
+    out = str(tmp_path / "out")
+    assert main(["merge", one, two, "--weights", "1", "-0.5", "--out", out]) == 0
+    assert near(dense(out), weighted([one, two], [1, -0.5]), 1e-5)
+    assert main(["resize", out, "--rank", "2", "--out", f"{out}2"]) == 0
+    assert main(["balance", one, "--out", f"{out}3"]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["compare", one, out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == compare(one, out)
+    assert main(["compare", one, out]) == 0
+    table = capsys.readouterr().out
+    assert [line.split()[:3] for line in table.splitlines()[1:3]] == [["one", "3", "5"], ["two", "3", "5"]]
+    assert "config, r: 3 and 5" in table
+    assert main(["merge", one, "--out", out]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    other = changed(one, tmp_path / "other", base_model_name_or_path="another")
+    assert main(["merge", one, other, "--out", f"{out}4"]) == 0
+    assert "of 'another'" in capsys.readouterr().err
+
+
+def test_a_new_process_merges_without_peft_and_loads_without_a_warning(tmp_path):
+    one, two = saved(tmp_path / "one"), saved(tmp_path / "two", 1, r=2, targets=["two"])
+    code = f"""
+import sys, warnings
+from quotient_manifolds.adapters.__main__ import main
+assert main(["merge", {one!r}, {two!r}, "--out", {str(tmp_path / "out")!r}]) == 0
+assert not {{"peft", "transformers"}} & set(sys.modules)
+import peft
+from tests.quotient_manifolds.test_adapters import Net
+warnings.simplefilter("error")
+peft.PeftModel.from_pretrained(Net(), {str(tmp_path / "out")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_config_says_which_layers_and_keeps_what_is_common(tmp_path):
+    one = saved(tmp_path / "one", modules_to_save=["head"], lora_dropout=0.1)
+    two = changed(one, tmp_path / "two", target_modules=["two", "one"])
+    merge([one, two], tmp_path / "same")
+    merge([one, saved(tmp_path / "part", targets=["two"])], tmp_path / "other")
+    same, other = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("same", "other"))
+    assert set(same["target_modules"]) == set(other["target_modules"]) == {"one", "two"}
+    assert (same["modules_to_save"], same["lora_dropout"]) == (["head"], 0.1)
+    assert other["rank_pattern"] == {"^one": 3}
+    assert not compare(one, two)["config"]
+    old = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
+    bare = {k: old[k] for k in ("peft_type", "r", "lora_alpha", "target_modules", "modules_to_save")}
+    (tmp_path / "one" / "adapter_config.json").write_text(json.dumps(bare))
+    merge([one], tmp_path / "old")
+    new = json.loads((tmp_path / "old" / "adapter_config.json").read_text())
+    assert new.keys() - bare.keys() == {"init_lora_weights"}
+    assert near(dense(tmp_path / "old"), dense(one), 1e-6)
