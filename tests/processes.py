@@ -42,7 +42,7 @@ def _rank(rank, size, port, output, environment, work, arguments):
     os._exit(code or 0)  # as a process ends that nobody tells to leave its group
 
 
-def together(size, work, *arguments, folder, timeout=240, **environment):
+def together(size, work, *arguments, folder, timeout=900, **environment):
     """Let processes call ``work``, a function of a module, with the same arguments, and wait for them."""
     port = _free_port()
     processes = [
