@@ -116,7 +116,8 @@ def test_other_ways_losses_and_pieces(measured):
     exact = sharpness.profile(model, batch, along, points=5)
     stepped = RungeKuttaMeasure(**vars(direction.measure))
     steps = sharpness.profile(model, batch, replace(direction, measure=stepped), points=5)
-    assert exact.losses["exact"] == pytest.approx(steps.losses["second-order"], rel=1e-6)
+    near = slice(1, 4)  # t from -1 to 1: the steps of the oracle have a fixed number
+    assert exact.losses["exact"][near] == pytest.approx(steps.losses["second-order"][near], rel=1e-6)
 
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch[0]).logits, batch[1])
