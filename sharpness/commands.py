@@ -139,7 +139,7 @@ def run(
             written["model"] = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
         for name in measure:
             with naming(f"{model} on {data}"):
-                shown = {"ablation": {}, "rho": rho, "progress": leader and not quiet}
+                shown: dict[str, Any] = {"ablation": {}, "rho": rho, "progress": leader and not quiet}
                 results.append(result := measured(name, network, batches, group=group, **how, **shown))
             if leader:
                 guessing = guessing or losses.loss_of_guessing(network, batches[0], micro_batch)

@@ -192,14 +192,18 @@ def write_report(
         part = result[max(result.rhos)]
         try:
             direction, shares = part.direction(0), part.by_layer()
-            drawn = [plot_profile(profile(model, batch, direction, **options)), plot_layers(shares)]
+            line = profile(model, batch, direction, **options)
+            drawn = {"Loss along the worst direction": plot_profile(line), "Shares of layers": plot_layers(shares)}
         except (KeyError, ValueError) as error:  # the measurement is still valid
             shown.append(f"<p>no figures of {part.measure.name}: {escape(str(error))}</p>")
             continue
-        for one in drawn:
+        for name, one in drawn.items():
             one.savefig(picture := BytesIO(), format="png")
-            shown.append(f'<img alt="" src="data:image/png;base64,{b64encode(picture.getvalue()).decode()}">')
-    texts = [*map(str, results), summary(results), *map(settings, results), json.dumps(facts or {}, indent=1)]
-    blocks = "\n".join(f"<pre>{escape(text)}</pre>" for text in texts if text)
-    page = f'<!doctype html><meta charset="utf-8"><title>Sharpness of {results[0].model}</title>'
-    write_text(path, f"{page}\n<h1>Sharpness of {results[0].model}</h1>\n{blocks}\n{' '.join(shown)}\n")
+            shown.append(f'<img alt="{name}" src="data:image/png;base64,{b64encode(picture.getvalue()).decode()}">')
+    how = "\n".join([*map(settings, results), json.dumps(facts or {}, indent=1)])
+    found = "\n".join([*map(str, results), "", summary(results)])
+    texts = [f"<pre>{escape(text)}</pre>" for text in (found, how)]
+    head = "<style>body { max-width: 60em; margin: auto } pre { white-space: pre-wrap } img { max-width: 100% }</style>"
+    title = f"Sharpness of {results[0].model}"
+    page = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>{head}\n<h1>{title}</h1>'
+    write_text(path, "\n".join([page, *texts[:1], *shown, *texts[1:], "</html>\n"]))
