@@ -214,12 +214,13 @@ def compare(
     two = [load(name).model if model is None else load(model, name).model for name in (one, other)]
     with naming(f"{one} and {other} cannot be compared"):
         found = model_distance(*two, metric=metric, match=match)
-    say([f"distance {found.total:.4g} ({metric}) on {len(found.pairs)} pairs"], "1")
+    known = [p for p in found.pairs if not math.isnan(p.distance)]
+    say([f"distance {found.total:.4g} ({metric}) on {len(known)} pairs"], "1")
     layers: dict[str, dict[str, float]] = {}
-    for p in found.pairs:
+    for p in known:
         of_layer = layers.setdefault(p.module, {})
         of_layer[p.kind] = math.hypot(of_layer.get(p.kind, 0.0), p.distance)
-    kinds = list(dict.fromkeys(p.kind for p in found.pairs))
+    kinds = list(dict.fromkeys(p.kind for p in known))
     rows = [[layer, *(f"{d[kind]:.4g}" if kind in d else "" for kind in kinds)] for layer, d in layers.items()]
     print(aligned([["layer", *kinds], *rows]))
     say((f"- not compared: {name}: {reason}" for name, reason in found.skipped.items()), "33")
