@@ -9,7 +9,7 @@ import math
 import platform
 import shutil
 from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -344,9 +344,7 @@ def env() -> int:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     print(f"Python {platform.python_version()}, {platform.platform()}, {device}")
     libraries = "quotient-manifolds torch geoopt scipy numpy transformers timm open_clip_torch peft datasets matplotlib"
+    installed = {found.name: found.version for found in distributions()}
     for name in libraries.split():
-        try:
-            print(name, version(name))
-        except PackageNotFoundError:
-            print(f"{name}: not installed")
+        print(name, installed.get(name, "is not installed"))
     return 0
