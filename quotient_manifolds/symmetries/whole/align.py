@@ -27,7 +27,6 @@ from .wiring import State, Wiring
 KINDS = ("permutations", "rotation", "heads", "scales")
 #: A sweep that lowers the objective by less, relatively, is the last.
 _TOLERANCE = 1e-4
-_SWEEPS = 50
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,17 @@ class Element:
     stream: Tensor | None
     cells: dict[str, Move]
 
+    @classmethod
+    @torch.no_grad()
+    def random(cls, model: nn.Module, seed: int = 0) -> Element:
+        """Draw permutations of heads, queries, neurons and the entries of the stream, these with signs under RMSNorm."""
+        form, g = _Form(model), torch.Generator().manual_seed(seed)
+        stream = None
+        if form.vectors:
+            scores = torch.randn(form.width, form.width, generator=g, dtype=torch.float64)
+            stream = permutation(scores, torch.zeros_like(scores), signs=not form.centring)
+        return cls(stream, {c.name: c.random(g) for c in form.cells})
+
     @torch.no_grad()
     def of(self, model: nn.Module) -> nn.Module:
         """Return the moved canonical form of a network, a copy of the same function."""
@@ -77,7 +87,7 @@ class Alignment:
     size : float
         The norm of the reference's canonical form.
     history : tuple of float
-        Squared distance after each sweep, from the start that led furthest; it never rises.
+        Squared distance in canonical form, after the better start, and after each sweep; it never rises.
 
     Examples
     --------
@@ -161,7 +171,7 @@ def align_models(
     element, after, history = descent.search(still)
     b.write(element)
     roots = ({kind: square**0.5 for kind, square in side.items()} for side in (before, after))
-    return b.model, Alignment(a.model, element, *roots, descent.size**0.5, tuple(history))
+    return b.model, Alignment(a.model, element, *roots, descent.size**0.5, (sum(before.values()), *history))
 
 
 def _check(model: nn.Module, reference: nn.Module) -> None:
@@ -199,6 +209,7 @@ class _Form:
         self.vectors = _unique([*w.vectors, *(n.shift for n in norms if n.shift is not None)]) if w.closed else []
         self.gains = _unique([*(n.gain for n in norms if n.gain is not None), *(b for _, b, _ in w.scales)])
         widths = {b.size[1] for b in (*self.vectors, *self.gains)}
+        self.width = max(widths, default=0)
         if len(widths) > 1 or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
             self.vectors = []
         for p, q in zip(self.parameters, model.parameters(), strict=True):
@@ -269,8 +280,11 @@ class _Descent:
             if sum(others.values()) < sum(costs.values()):
                 element, costs = rival, others
         history = [sum(costs.values())]
-        while len(history) < _SWEEPS and history[-1] > self.least:
-            trial, lower = self.costs(self.turned(element), improve=True)
+        while history[-1] > self.least:
+            trial = self.turned(element)
+            if _same(trial.stream, element.stream):
+                break
+            trial, lower = self.costs(trial, improve=True)
             if not sum(lower.values()) < history[-1]:
                 break
             element, costs = trial, lower
@@ -304,8 +318,7 @@ class _Descent:
         free = bool(b.turns) and "rotation" in self.kinds
         if not b.vectors or not (free or "permutations" in self.kinds):
             return element
-        d = b.vectors[0].size[1]
-        M, N = torch.zeros(2, d, d, dtype=torch.float64)
+        M, N = torch.zeros(2, b.width, b.width, dtype=torch.float64)
         for theirs, cells in b.chunks[-1:] if known else b.chunks:
             state, chosen = b.moved(theirs, cells, replace(element, stream=None)), set(theirs)
             for into, mine, others in ((M, a.vectors, b.vectors), (N, a.gains, b.gains)):
@@ -330,6 +343,10 @@ class _Descent:
             if sum(lower) < sum(squares):
                 return trial, lower
         return move, squares
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _squares(cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move) -> list[float]:

@@ -56,9 +56,11 @@ def permutation(M: Tensor, N: Tensor, signs: bool) -> Tensor:
 def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], acts: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """Assign units to units, and within each pair queries to queries.
 
-    ``acts`` says for every part whether a group does; units are compared with the best unitary elements of it.
+    ``acts`` says for every part whether a group does; units are compared with the best unitary elements of it. Scores
+    are in single precision: whether a match helps is for the caller to see.
     """
     U, R = cell.units, cell.queries
+    X, Y = ([x.to(torch.complex64 if x.is_complex() else torch.float32) for x in side] for side in (X, Y))
     queries = torch.arange(R).expand(U, U, R).clone()
     if R > 1:
         alike = sum(
@@ -66,7 +68,7 @@ def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], acts: Sequence
         )
         for i, j in product(range(U), repeat=2):
             queries[i, j] = assigned(alike[i, j])
-    scores = torch.zeros(U, U, dtype=torch.float64)
+    scores = torch.zeros(U, U)
     for k, (part, x, y) in enumerate(zip(cell.parts, X, Y, strict=True)):
         free = acts[k] and not part.group.positive
         if part.queries is None:
