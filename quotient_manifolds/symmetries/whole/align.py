@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ...linalg import finite, in_double
 from ..blocks import Block
 from .canonical import canonical_form
 from .fits import balanced, matched, permutation, refined, rotation
@@ -55,7 +56,7 @@ class Element:
     @classmethod
     @torch.no_grad()
     def random(cls, model: nn.Module, seed: int = 0) -> Element:
-        """Draw permutations of heads, queries, neurons and the entries of the stream, these with signs under RMSNorm."""
+        """Draw permutations of heads, queries, neurons, and entries of the stream, under RMSNorm with signs."""
         form, g = _Form(model), torch.Generator().manual_seed(seed)
         stream = None
         if form.vectors:
@@ -175,15 +176,18 @@ def align_models(
 
 
 def _check(model: nn.Module, reference: nn.Module) -> None:
+    """Raise for a network that cannot be brought to the reference's coordinates."""
     mine, others = (
         {n: (tuple(p.shape), p.dtype, p.device) for n, p in m.named_parameters()} for m in (model, reference)
     )
-    for name, p in model.named_parameters():
-        if p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name} has dtype {p.dtype}; align copies in float32 or float64")
     if mine != others:
         name = next(n for n in [*mine, *others] if mine.get(n) != others.get(n))
         raise ValueError(f"the networks differ in the parameter {name!r}: {others.get(name)} and {mine.get(name)}")
+    for name, p in model.named_parameters():
+        if p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} has dtype {p.dtype}; convert both networks to float32")
+        if not finite(p):
+            raise ValueError(f"{name} has NaN or infinite entries")
 
 
 class _Form:
@@ -244,7 +248,8 @@ class _Form:
         for rows, R in ((self.vectors, Q), (self.gains, None if self.turns else Q)):
             for b in rows if R is not None else ():
                 if b.tensor in chosen:
-                    state.write(b, state.read(b) @ (R if rows is self.vectors else R.abs()).mT.to(b.tensor.device))
+                    value = state.read(b)
+                    state.write(b, value @ (R if rows is self.vectors else R.abs()).mT.to(value.device))
         return state
 
     def moved(self, parameters: list[Tensor], cells: Iterable[Cell], element: Element) -> State:
@@ -355,4 +360,4 @@ def _squares(cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move) -> list[f
 
 
 def _square(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float64)) ** 2)
+    return float(torch.linalg.vector_norm(in_double(x.detach())) ** 2)
