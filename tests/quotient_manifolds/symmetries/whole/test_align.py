@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import GL, apply_random_symmetry_, find_symmetric_pairs
-from quotient_manifolds.symmetries.blocks import BlockStack
 from quotient_manifolds.symmetries.whole import (
     Element,
     align_models,
@@ -14,7 +13,7 @@ from quotient_manifolds.symmetries.whole import (
     canonical_form,
     canonicalize_,
 )
-from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, rotation
+from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
 from quotient_manifolds.symmetries.whole.units import Cell, Move, Part, acted
 from tests.whole_networks import FAMILIES, build, forward, inputs
 
@@ -141,38 +140,33 @@ class TestTables:
         assert found.before["scores"] > 0.1
 
 
-@pytest.mark.parametrize("field", ["real", "complex"])
-def test_group_elements_are_best(field):
-    """Neither L-BFGS from there, nor from random elements, finds anything lower."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_group_elements_are_best(dtype):
+    """L-BFGS from there finds nothing lower; what it starts from is higher."""
     torch.manual_seed(1)
-    dtype = torch.complex128 if field == "complex" else torch.float64
     x, y = (torch.randn(3, 1, 11, 3, dtype=dtype) for _ in range(2))
-    start = torch.eye(3, dtype=dtype).expand(3, 1, 3, 3)
 
     def cost(A):
-        return (
-            (x - torch.cat([y[..., :6, :] @ torch.linalg.inv(A), y[..., 6:, :] @ A.mH], -2))
-            .abs()
-            .square()
-            .sum((-2, -1))
-        )
+        moved = torch.cat([y[..., :6, :] @ torch.linalg.inv(A), y[..., 6:, :] @ A.mH], -2)
+        return (x - moved).abs().square().sum((-2, -1))
 
+    start = polar(x.mH @ y)
     found = fitted(x, y, 6, start, positive=False)
     torch.testing.assert_close(cost(found), (x - acted(y, 6, found)).abs().square().sum((-2, -1)))
-    for begin in (found, *(torch.randn(4, 3, 1, 3, 3, dtype=dtype) + start)):
-        A = begin.clone().requires_grad_()
-        optimiser = torch.optim.LBFGS([A], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-10)
+    assert bool((cost(found) < 0.999 * cost(start)).all())
+    for _ in range(3):
+        found = fitted(x, y, 6, found, positive=False)
+    best = found.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS([best], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-10)
 
-        def closure(A=A, optimiser=optimiser):
-            optimiser.zero_grad()
-            value = cost(A).sum()
-            value.backward()
-            return value
+    def closure():
+        optimiser.zero_grad()
+        value = cost(best).sum()
+        value.backward()
+        return value
 
-        optimiser.step(closure)
-        lower = cost(found) - cost(A.detach())
-        assert float((lower / cost(found)).max()) < (1e-4 if begin is found else 0.05)  # there are several minima
-    assert float((cost(found) / cost(start)).max()) < 0.99
+    optimiser.step(closure)
+    torch.testing.assert_close(cost(found), cost(best.detach()), rtol=1e-5, atol=0)
 
 
 def test_scales_of_rectified_neurons_stay_positive():
@@ -190,10 +184,7 @@ def test_units_and_queries_are_matched_best(acts):
     """Against all orders of two groups of three queries; where a group acts, queries by products with their keys."""
     torch.manual_seed(2)
     queries = torch.arange(6).view(3, 2)
-    layer = nn.Linear(4, 2 * 9)
-    stack = BlockStack([()])
-    cell = Cell("", (Part("qk", stack, GL(4), 6, queries=queries),), 2, 3)
-    assert layer.out_features == 18
+    cell = Cell("", (Part("qk", [], GL(4), 6, queries=queries),), 2, 3)
     x, y = (torch.randn(2, 1, 9, 4, dtype=torch.float64) for _ in range(2))
     order, chosen = matched(cell, [x], [y], [acts])
 
@@ -262,26 +253,25 @@ def test_a_head_without_rank_is_left_as_it_is():
 def test_what_cannot_be_aligned():
     model = build("vit")
     other = build("deit")
-    with pytest.raises(ValueError, match=r"the networks differ in the parameter 'deit"):
+    with pytest.raises(ValueError, match=r"the networks differ in the parameter .vit"):
         align_models(model, other)
     with pytest.raises(ValueError, match="the networks differ in the parameter"):
         align_models(model, copy.deepcopy(model).float())
     with pytest.raises(ValueError, match=r"no wiring is known of a Linear"):
         align_models(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="convert both networks to float32"):
+    with pytest.raises(ValueError, match=r"has dtype torch\.float16"):
         align_models(copy.deepcopy(model).half(), copy.deepcopy(model).half())
     with pytest.raises(ValueError, match="kinds is a collection of"):
         align_models(model, model, kinds="heads")
     with torch.no_grad():
         other = copy.deepcopy(model)
         other.classifier.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"classifier.weight has NaN"):
+    with pytest.raises(ValueError, match=r"classifier.weight has dtype torch.float64 or is not finite"):
         align_models(model, other)
 
 
 def test_identity_and_random_moves():
-    stack = BlockStack([()])
-    cell = Cell("", (Part("neurons", stack, GL(5, diagonal=True), columns=True),), 5)
+    cell = Cell("", (Part("neurons", [], GL(5, diagonal=True), columns=True),), 5)
     x = torch.randn(5, 1, 3, 1)
     assert torch.equal(cell.moved(0, x, cell.identity()), x)
     drawn = cell.random(torch.Generator().manual_seed(0))
