@@ -181,7 +181,7 @@ def test_scales_of_rectified_neurons_stay_positive():
 
 @pytest.mark.parametrize("acts", [True, False])
 def test_units_and_queries_are_matched_best(acts):
-    """Against all orders of two groups of three queries; where a group acts, queries by products with their keys."""
+    """Against all orders of two groups of three queries, these by their products with the keys."""
     torch.manual_seed(2)
     queries = torch.arange(6).view(3, 2)
     cell = Cell("", (Part("qk", [], GL(4), 6, queries=queries),), 2, 3)
@@ -201,7 +201,7 @@ def test_units_and_queries_are_matched_best(acts):
 
     best = {}
     for i, j in product(range(2), repeat=2):
-        best[i, j] = max(permutations(range(3)), key=lambda q, at=(i, j): (products if acts else score)(*at, q))
+        best[i, j] = max(permutations(range(3)), key=lambda q, at=(i, j): products(*at, q))
     total = {o: sum(score(i, o[i], best[i, o[i]]) for i in range(2)) for o in permutations(range(2))}
     expected = max(total, key=total.get)
     assert tuple(order.tolist()) == expected
