@@ -203,7 +203,7 @@ def compare(
     metric
         Of the heads: inv or mix.
     modulo
-        heads: the GL(h) of every head, of the same number; all: every known symmetry, with the order of heads and neurons.
+        heads: the GL(h) of every head; all: every known symmetry, and the order of heads and neurons.
     """
     from quotient_manifolds.symmetries import model_distance
 
