@@ -13,6 +13,7 @@ from quotient_manifolds.symmetries.whole import (
     canonical_form,
     canonicalize_,
 )
+from quotient_manifolds.symmetries.whole.align import KINDS
 from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
 from quotient_manifolds.symmetries.whole.units import Cell, Move, Part, acted
 from tests.whole_networks import FAMILIES, build, forward, inputs
