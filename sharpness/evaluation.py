@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import plain_class
+from quotient_manifolds.symmetries.modules import plain_class, preserve_model_state
 
 from .ascent import ASCENTS, Search
 from .direction import Direction
@@ -28,7 +28,6 @@ from .hessian import HessianOperator
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, attached_space, collected
-from .perturb import preserved
 from .results import BatchResult, SharpnessResult
 
 #: Bytes of directions that are kept by default.
@@ -179,13 +178,15 @@ def _evaluate(
     sharded = is_sharded_model(model)
     if sharded and keep:
         raise ValueError("a sharded model keeps no directions, which are as large as it is; leave keep_directions out")
+    if sharded and statistic == "Hessian":
+        raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
     world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
     starts = search.restarts + 1 if statistic == "worst" else 0
     total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
     total *= {"worst": search.steps * starts, "average": search.num_samples}.get(statistic, 1)
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
-    state = preserved(model)
+    state = preserve_model_state(model)
     with (
         world.together() as shares,
         state,
@@ -222,7 +223,7 @@ def _evaluate(
                 results.append(best)
                 if direction is not None:
                     directions[index, rho] = direction
-        shares.append((results, space.evidence.uncertified(), space.evidence.unreached()))
+        shares.append((results, *space.evidence.missing()))
     results, uncertified, remarks = collected(space, shares)
     results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
@@ -268,7 +269,7 @@ class _Climb:
         value = self.space.norm(loss.base_gradient)
         if hessian:
             operator = HessianOperator(self.space, loss.losses)
-            value = float(operator.eigenvalues(seed=self.search.seed)[0])
+            value = operator.largest_eigenvalue(seed=self.search.seed)
             trace, error = operator.trace(self.search.num_samples, seed=self.search.seed)
             loss.passes += operator.num_matvecs
         self.bar.update()
