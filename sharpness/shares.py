@@ -72,6 +72,11 @@ class LayerShares(list[LayerShare]):
     layers.0    70.0%  30.0%
     """
 
+    def by_part(self) -> dict[str, float]:
+        """Add up the layers and heads of every part, in the order of :data:`sharpness.shares.PARTS`."""
+        found = {part: sum(s.share for s in self if s.part == part) for part in PARTS}
+        return {part: share for part, share in found.items() if share > 0}
+
     def __str__(self) -> str:
         sums: dict[tuple[str, str], float] = {}
         for s in self:

@@ -190,14 +190,10 @@ def test_the_innermost_block_counts():
     assert _layer("a.0.c.weight", ["a.0", "a.0.b.1"]) == "a.0"
 
 
-def by_part(shares):
-    return {part: sum(s.share for s in shares if s.part == part) for _, part, *_ in shares}
-
-
 def test_the_table_of_shares():
     found = LayerShares([LayerShare("a.0", "Q–K", 0, 0.5), LayerShare("a.0", "Q–K", 1, 0.25),
                          LayerShare("head", "head", None, 0.25)])  # fmt: skip
-    assert by_part(found) == {"Q–K": 0.75, "head": 0.25}
+    assert found.by_part() == {"Q–K": 0.75, "head": 0.25}
     assert str(found).splitlines() == ["layer      Q–K     head", "a.0      75.0%         ", "head              25.0%"]
 
 
@@ -224,7 +220,7 @@ def test_every_entry_belongs_to_one_part():
 def test_shares_add_up(measure):
     model = build("bert")
     result = sharpness.evaluate(model, inputs("bert"), loss, measure=measure, steps=3, progress=False)
-    shares = by_part(result.by_layer())
+    shares = result.by_layer().by_part()
     assert sum(shares.values()) == pytest.approx(1)
     assert {"Q–K", "V–O", "MLP", "embeddings"} <= set(shares)
 
@@ -237,7 +233,7 @@ def test_shares_of_the_complete_measure_do_not_move():
             apply_random_moves_(model)
             apply_random_symmetry_(model)
         options = {"measure": "complete-inv", "steps": 3, "progress": False}
-        shares.append(by_part(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_layer()))
+        shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_layer().by_part())
     assert shares[0] == pytest.approx(shares[1], rel=1e-6)
 
 
