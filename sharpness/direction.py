@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import as_count, in_double
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import is_point, is_sharded, preserve_model_state, to_device
+from quotient_manifolds.symmetries.modules import is_point, is_sharded, to_device
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import block_class, divide, named_weights
 from .losses import LossFunction, Objective, to_float32
 from .measures import Measure
-from .perturb import becomes_float32, pointing_to
+from .perturb import becomes_float32, pointing_to, preserved
 from .points import PointBlock
 
 
@@ -258,7 +258,7 @@ def profile(
     times = [4 * i / (points - 1) - 2 for i in range(points)]
     ways = dict.fromkeys((measure.geodesic, "first-order")) if measure.divides else ("first-order",)
     found: dict[str, list[float]] = {way: [] for way in ways}
-    state = preserve_model_state(model)
+    state = preserved(model)
     with state, state, torch.inference_mode(False), torch.enable_grad():
         for way in ways:
             base, moved = _along(model, replace(direction, measure=replace(measure, geodesic=way)))

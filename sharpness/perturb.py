@@ -12,9 +12,30 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.modules import caching, drop_caches, floats, tree_map
+from quotient_manifolds.symmetries.modules import (
+    caching,
+    check_model,
+    drop_caches,
+    floats,
+    preserve_model_state,
+    tree_map,
+)
 
 from .losses import to_float32
+
+#: Attributes of modules that are False during a measurement. With the first, bitsandbytes packs a layer's 4-bit weights
+#: for inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through
+#: the layer, and its old weights no longer fit. With the second, gradients are sparse and have no derivatives.
+_SWITCHES: dict[str, tuple[type, ...]] = {
+    "support_avx512bf16_for_cpu": (nn.Module,),
+    "sparse": (nn.Embedding, nn.EmbeddingBag),
+}
+
+
+def preserved(model: nn.Module) -> preserve_model_state:
+    """Return what leaves a model as it was, if ``with`` enters it twice, see :class:`preserve_model_state`."""
+    check_model(model)
+    return preserve_model_state(model, _SWITCHES)
 
 
 @contextmanager

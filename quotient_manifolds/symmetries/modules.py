@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -26,14 +27,6 @@ Forward = Callable[[nn.Module, Any], Any]
 Run = Callable[..., list[Tensor]]
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
-#: Attributes of modules that are False while a model is preserved. With the second, bitsandbytes packs a layer's 4-bit
-#: weights for inference in the first pass that needs no gradient of its input: after that nothing can be differentiated
-#: through the layer, and its old weights no longer fit. With the third, gradients are sparse, without derivatives.
-_SWITCHES: dict[str, tuple[type, ...]] = {
-    "training": (nn.Module,),  # not by model.eval(): some merge weights then
-    "support_avx512bf16_for_cpu": (nn.Module,),
-    "sparse": (nn.Embedding, nn.EmbeddingBag),
-}
 
 
 def check_model(model: object) -> None:
@@ -122,14 +115,14 @@ class preserve_model_state:
     That is weights and gradients (by their memory, not their values), modes, buffers, the random state and global
     settings. Torch's fast path of encoder layers is off meanwhile, because it bypasses the modules inside. The state is
     that of the time when the object was made. ``with state, state:`` restores it even if an interrupt comes during the
-    clean-up, which is then repeated.
+    clean-up, which is then repeated. ``off`` names attributes that are False meanwhile in modules of some classes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, off: Mapping[str, tuple[type, ...]] = MappingProxyType({})) -> None:
         modules = list(model.modules())
         self.attributes: list[tuple[Any, str, Any]] = [
             (m, name, getattr(m, name))
-            for name, classes in _SWITCHES.items()
+            for name, classes in {"training": (nn.Module,), **off}.items()  # not model.eval(): some merge weights then
             for m in modules
             if isinstance(m, classes) and hasattr(m, name)
         ]
