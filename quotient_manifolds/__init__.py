@@ -48,5 +48,5 @@ def __getattr__(name: str) -> Any:
     ):
         module = import_module(file, __name__)
         if hasattr(module, name):
-            return getattr(module, name)
+            return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
