@@ -2,32 +2,55 @@
 
 ``python barriers.py --mnist M --ag-news A --out O`` trains five pairs each of vision transformers on MNIST and of byte-level
 GPTs on the texts of AG News (two pre-norm layers, four heads) at widths 64, 128 and 256; the two networks of a pair
-differ in their initial weights and in the order of the data. ``--only-train`` stops there; checkpoints are kept in the
-folder O, and those that are there are not trained again.
+differ in their initial weights and in the order of the data. Checkpoints are kept in the folder O.
+
+Then the second network of every pair is aligned with the first by more and more symmetries, and the test loss is
+measured at eleven points of the straight line between the weights. Its barrier is the largest excess over the straight
+line between the losses of the ends. "geodesic" leads attention's pairs along geodesics (metric inv) instead.
+
+What is there is neither trained nor measured again. ``--report`` prints the table and draws the figure; ``--random N``
+aligns N pairs of small networks with random weights, and counts where all symmetries lead nearer than permutations.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gzip
+import json
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from _common import RESULTS, interval
 from lora_text import ag_news
 from pretraining import windows
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries.whole import align_models
+from sharpness.plots import figure
+
 WIDTHS, PAIRS, HEADS, LAYERS = (64, 128, 256), 5, 4, 2
 TASKS = ("vit", "gpt")
 STEPS = {"vit": 800, "gpt": 600}
 BATCH = {"vit": 64, "gpt": 16}
-CONTEXT, TEST = 64, 1000
+CONTEXT, TEST = 64, {"vit": 1000, "gpt": 250}
+#: What aligns the second network with the first; None leaves both as they are.
+METHODS: dict[str, tuple[str, ...] | None] = {
+    "nothing": None,
+    "canonical form": (),
+    "permutations": ("permutations",),
+    "rotation and permutations": ("rotation", "permutations"),
+    "all kinds": ("rotation", "permutations", "heads", "scales"),
+}
+TIMES = tuple(i / 10 for i in range(11))
 
 
 class Trained(NamedTuple):
@@ -106,9 +129,10 @@ class Data(NamedTuple):
         """A fixed part of the test data: every tenth image, or windows at equal distances."""
         if task == "vit":
             x, y = digits(self.mnist, "t10k")
-            return x[:: len(y) // TEST], y[:: len(y) // TEST]
+            apart = len(y) // TEST[task]
+            return x[::apart], y[::apart]
         text = texts(self.ag_news)[1]
-        drawn = windows(text, torch.arange(TEST) * ((len(text) - CONTEXT - 1) // TEST))
+        drawn = windows(text, torch.arange(TEST[task]) * ((len(text) - CONTEXT - 1) // TEST[task]))
         return drawn[:, :-1], drawn[:, 1:]
 
 
@@ -137,38 +161,124 @@ def train(one: Trained, data: Data, path: Path) -> None:
     partial.rename(path)  # a file that is there is whole
 
 
+def loaded(one: Trained, folder: Path) -> nn.Module:
+    """The network, as it was trained."""
+    model = network(one.task, one.width).eval()
+    model.load_state_dict(load_file(folder / f"{one}.safetensors"))
+    return model
+
+
 @torch.no_grad()
-def test_loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
+def measured(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     """Mean loss and error over the test data."""
     found = torch.cat([scores_of(model, part) for part in x.split(250)])
     error = (found.argmax(-1) != y).double().mean()
     return float(F.cross_entropy(found.flatten(0, -2).double(), y.flatten())), float(error)
 
 
+def straight(one: nn.Module, other: nn.Module) -> Callable[[float], nn.Module]:
+    """The networks on the straight line between the weights; the same module at every time."""
+    between = copy.deepcopy(one)
+
+    @torch.no_grad()
+    def at(t: float) -> nn.Module:
+        for p, a, b in zip(between.parameters(), one.parameters(), other.parameters(), strict=True):
+            p.copy_(a.lerp(b, t))
+        return between
+
+    return at
+
+
+def geodesic(one: nn.Module, other: nn.Module) -> Callable[[float], nn.Module]:
+    """The same, with attention's pairs on geodesics; a pair without a geodesic goes straight on."""
+    line = straight(one, other)
+    ways = []
+    for a, b in zip(*(stacks(find_symmetric_pairs(m)) for m in (one, other)), strict=True):
+        x, y = a.gather().detach().double(), b.gather().detach().double()
+        ways.append((a.manifold("inv"), x, a.manifold("inv").logmap(x, y, on_error="nan")))
+
+    @torch.no_grad()
+    def at(t: float) -> nn.Module:
+        between = line(t)
+        for stack, (manifold, x, v) in zip(stacks(find_symmetric_pairs(between)), ways, strict=True):
+            known = v.isfinite().flatten(1).all(1)
+            there = stack.gather().detach()
+            there[known] = manifold.expmap(x[known], t * v[known]).to(there)
+            stack.scatter_(there)
+        return between
+
+    return at
+
+
+def compared(first: Trained, options: argparse.Namespace, data: Data, done: set[Any]) -> None:
+    """Measure the paths between the two networks of a pair, by all methods; append a row for each."""
+    one, other = (loaded(first._replace(seed=first.seed + i), options.out) for i in range(2))
+    x, y = data.test(first.task)
+    for method, kinds in METHODS.items():
+        ways = {method: straight, f"{method}, geodesic": geodesic} if method == "all kinds" else {method: straight}
+        ways = {name: way for name, way in ways.items() if (*first, name) not in done}
+        if not ways:
+            continue
+        start = time.process_time()
+        a, b, row = one, other, {"distance": None, "size": None}
+        if kinds is not None:
+            b, found = align_models(one, other, kinds=kinds)
+            a, row = found.reference, {"distance": round(found.distance, 4), "size": round(found.size, 4)}
+        seconds = round(time.process_time() - start, 1)
+        for name, way in ways.items():
+            path = way(a, b)
+            losses, errors = zip(*(measured(path(t), x, y) for t in TIMES), strict=True)
+            append({**first._asdict(), "method": name, **row, "losses": rounded(losses), "errors": rounded(errors),
+                    "barrier": excess(losses), "barrier_of_error": excess(errors), "seconds": seconds})  # fmt: skip
+
+
+def rounded(values: Any) -> list[float]:
+    """Four decimals."""
+    return [round(v, 4) for v in values]
+
+
+def excess(values: Any) -> float:
+    """The largest excess over the straight line between the ends, at least 0 by the ends themselves."""
+    a, b = values[0], values[-1]
+    return round(max(v - ((1 - t) * a + t * b) for t, v in zip(TIMES, values, strict=True)), 4)
+
+
+def append(row: dict[str, Any]) -> None:
+    """Write a row, and say so."""
+    with (RESULTS / "barriers.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print({k: v for k, v in row.items() if k not in ("losses", "errors")}, flush=True)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The rows that are there."""
+    path = RESULTS / "barriers.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def main() -> None:
     """Train, align, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mnist", type=Path, required=True)
-    parser.add_argument("--ag-news", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mnist", type=Path)
+    parser.add_argument("--ag-news", type=Path)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
-    parser.add_argument("--only-train", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     data = Data(options.mnist, options.ag_news)
+    done = {(r["task"], r["width"], r["seed"], r["method"]) for r in recorded()}
     for width in options.widths:
         for task in TASKS:
             for seed in range(2 * PAIRS):
                 one = Trained(task, width, seed)
                 path = options.out / f"{one}.safetensors"
-                if path.exists():
-                    continue
-                start = time.process_time()
-                train(one, data, path)
-                model = network(task, width).eval()
-                model.load_state_dict(load_file(path))
-                loss, error = test_loss(model, *data.test(task))
-                print(f"{one}: loss {loss:.4f}, error {error:.4f}, {time.process_time() - start:.0f} s", flush=True)
+                if not path.exists():
+                    start = time.process_time()
+                    train(one, data, path)
+                    loss, error = measured(loaded(one, options.out), *data.test(task))
+                    print(f"{one}: loss {loss:.4f}, error {error:.4f}, {time.process_time() - start:.0f} s", flush=True)
+                if seed % 2:
+                    compared(Trained(task, width, seed - 1), options, data, done)
 
 
 if __name__ == "__main__":
