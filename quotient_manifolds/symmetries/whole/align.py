@@ -1,0 +1,403 @@
+"""Bring two networks of one architecture into the same coordinates, modulo all their symmetries.
+
+Both are brought into canonical form, with heads and scaled neurons balanced (GᴴG = HᴴH). What is left is the group of
+:class:`Element`: the stream's rotation Q, permutations of heads, of queries that share keys, and of neurons, and group
+elements A inside heads and of neurons. All steps lower one function of it, the squared distance of all weights,
+
+    F(g) = Σ ‖W_reference − g W_model‖².
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...linalg import in_double
+from ..blocks import Block
+from .canonical import canonical_form
+from .fits import assigned, balanced, fitted, permutation, polar, rotation
+from .units import Cell, Move, Part, cells_of
+from .wiring import State, Wiring
+
+#: What :func:`align_models` may move, beyond the canonical form.
+KINDS = ("permutations", "rotation", "heads", "scales")
+#: A sweep that lowers the objective by less, relatively, is the last.
+_TOLERANCE = 1e-4
+_SWEEPS = 50
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element of a network's group, in its canonical form with balanced heads.
+
+    Attributes
+    ----------
+    stream : Tensor or None
+        Q, (d, d): the vectors x in the stream become Q x. None if nothing is known to act on it.
+    cells : dict of str to Move
+        How heads and neurons move, by layer.
+
+    Examples
+    --------
+    See :class:`Alignment`.
+
+    >>> from quotient_manifolds.symmetries.whole import Element
+    >>> Element(None, {}).cells
+    {}
+    """
+
+    stream: Tensor | None
+    cells: dict[str, Move]
+
+    @torch.no_grad()
+    def of(self, model: nn.Module) -> nn.Module:
+        """Return the moved canonical form of a network, a copy of the same function."""
+        form = _Form(model)
+        form.write(self)
+        return form.model
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What :func:`align_models` has found.
+
+    Attributes
+    ----------
+    reference : Module
+        A copy of the reference in the coordinates that both share: in canonical form, its heads balanced.
+    element : Element
+        What moves the canonical form of the other network there.
+    before, after : dict of str to float
+        Distances of the two canonical forms by kind of weight, before and after: ``"qk"``, ``"vo"``, ``"neurons"``,
+        ``"scores"`` and ``"others"`` (embeddings, classifiers, biases).
+    size : float
+        The norm of the reference's canonical form.
+    history : tuple of float
+        Squared distance after each sweep, from the start that led furthest; it never rises.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
+    >>> from quotient_manifolds.symmetries.whole import align_models
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> one = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    >>> other = copy.deepcopy(one)
+    >>> _ = apply_random_symmetry_(other)
+    >>> aligned, found = align_models(one, other)
+    >>> found.distance < 1e-8 * found.size
+    True
+    >>> found.element.cells["layers.0.self_attn"].order
+    tensor([0, 1])
+    """
+
+    reference: nn.Module = field(repr=False)
+    element: Element = field(repr=False)
+    before: dict[str, float]
+    after: dict[str, float]
+    size: float
+    history: tuple[float, ...]
+
+    @property
+    def distance(self) -> float:
+        """The Euclidean distance of all weights of the aligned network from those of the reference."""
+        return sum(d**2 for d in self.after.values()) ** 0.5
+
+
+@torch.no_grad()
+def align_models(
+    reference: nn.Module, model: nn.Module, *, kinds: Collection[str] = KINDS
+) -> tuple[nn.Module, Alignment]:
+    """Move a network by its symmetries to where its weights are nearest to those of another; neither is changed.
+
+    Parameters
+    ----------
+    reference, model : nn.Module
+        Networks of one known architecture, see :func:`register_wiring`, of one dtype, at least float32.
+    kinds : collection of {"permutations", "rotation", "heads", "scales"}
+        What may move besides the canonical form, as far as the architecture allows it: the order of heads, neurons and
+        entries of the stream; the stream by an orthogonal matrix; heads by GL(h), or planes under RoPE by complex
+        numbers; gated and rectified neurons by their scale.
+
+    Returns
+    -------
+    aligned : nn.Module
+        A copy of the model's function, to be compared with ``alignment.reference``.
+    alignment : Alignment
+
+    Raises
+    ------
+    ValueError
+        Networks that differ in their parameters, dtypes or devices, are in half precision, or of which no wiring is
+        known.
+
+    Notes
+    -----
+    The minimum is local. Descent begins from the canonical form as it is, from the rotation that fits weights whose
+    other index is known (tokens, positions, pixels, classes), and from the result of permutations alone; the lowest
+    counts. A copy that was moved by symmetries is found wherever the second of these determines the rotation.
+
+    Examples
+    --------
+    See :class:`Alignment`.
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import align_models
+    >>> align_models(nn.Linear(2, 2), nn.Linear(2, 2))
+    Traceback (most recent call last):
+    ValueError: no wiring is known of a Linear; see quotient_manifolds.symmetries.whole.register_wiring
+    """
+    if isinstance(kinds, str) or not set(kinds) <= set(KINDS):
+        raise ValueError(f"kinds is a collection of {', '.join(KINDS)}, got {kinds!r}")
+    for one in (reference, model):
+        _check(one, reference)
+    a, b = _Form(reference), _Form(model)
+    problem = _Descent(a, b, set(kinds))
+    element, before, after, history = problem.run()
+    b.write(element)
+    size = sum(float(in_double(p.detach()).square().sum()) for p in a.model.parameters()) ** 0.5
+    return b.model, Alignment(a.model, element, before, after, size, tuple(history))
+
+
+def _check(model: nn.Module, reference: nn.Module) -> None:
+    mine, others = (
+        {n: (tuple(p.shape), p.dtype, p.device) for n, p in m.named_parameters()} for m in (model, reference)
+    )
+    for name, p in model.named_parameters():
+        if p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} has dtype {p.dtype}; align copies in float32 or float64")
+    if mine != others:
+        name = next(n for n in [*mine, *others] if mine.get(n) != others.get(n))
+        raise ValueError(f"the networks differ in the parameter {name!r}: {others.get(name)} and {mine.get(name)}")
+
+
+class _Form:
+    """A network's copy in canonical form with balanced heads, its cells, and what lies in its stream."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        for p in self.model.parameters():
+            p.requires_grad_(True)
+        state = State()
+        form = canonical_form(self.model, state=state)
+        if not form.wired:
+            name = type(model).__name__
+            raise ValueError(f"no wiring is known of a {name}; see quotient_manifolds.symmetries.whole.register_wiring")
+        self.store(state)
+        w = form.wiring or Wiring()
+        self.cells = cells_of(form, self.model)
+        self.parameters = list(self.model.parameters())
+        self.centring = any(s.norm.centring for s in w.sites)
+        self.turns = [s for s in form.symmetries if s.kind == "rotation"]
+        norms = [s.norm for s in w.sites]
+        #: Rows that are vectors in the stream, and rows of one number an entry, which its sign does not change.
+        self.vectors = _unique([*w.vectors, *(n.shift for n in norms if n.shift is not None)]) if w.closed else []
+        self.gains = _unique([*(n.gain for n in norms if n.gain is not None), *(b for _, b, _ in w.scales)])
+        widths = {b.size[1] for b in (*self.vectors, *self.gains)}
+        if len(widths) > 1 or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
+            self.vectors = []
+        for p, q in zip(self.parameters, model.parameters(), strict=True):
+            p.requires_grad_(q.requires_grad)
+        self.chunks: list[tuple[list[Tensor], list[Cell]]] = []
+        for cell in self.cells:
+            with_it = [c for c in self.chunks if not set(cell.parameters).isdisjoint(c[0])]
+            self.chunks = [c for c in self.chunks if c not in with_it]
+            own = dict.fromkeys([p for parameters, _ in with_it for p in parameters] + cell.parameters)
+            self.chunks.append(([*own], [*(c for _, cells in with_it for c in cells), cell]))
+            state = State()
+            for part in cell.parts:
+                if part.n:
+                    part.write(balanced(part.read(state), part.n), state)
+            self.store(state)
+        taken = {p for own, _ in self.chunks for p in own}
+        self.chunks.append(([p for p in self.parameters if p not in taken], []))
+
+    def store(self, state: State) -> None:
+        """Write values into the copy."""
+        for p, value in state.items():
+            p.copy_(value)
+
+    def write(self, element: Element) -> None:
+        """Move the network."""
+        for parameters, cells in self.chunks:
+            self.store(self.moved(parameters, cells, element))
+
+    def turned(self, parameters: Iterable[Tensor], Q: Tensor | None) -> State:
+        """Return parameters after a rotation of the stream."""
+        state, chosen = State(), set(parameters)
+        for rows, R in ((self.vectors, Q), (self.gains, None if self.turns else Q)):
+            for b in rows if R is not None else ():
+                if b.tensor in chosen:
+                    state.write(b, state.read(b) @ (R if rows is self.vectors else R.abs()).mT.to(b.tensor.device))
+        return state
+
+    def moved(self, parameters: list[Tensor], cells: Iterable[Cell], element: Element) -> State:
+        """Return parameters, which belong to some cells or to none, after a move."""
+        state = self.turned(parameters, element.stream)
+        for cell in cells:
+            for k, part in enumerate(cell.parts):
+                part.write(cell.moved(k, part.read(state), element.cells[cell.name]), state)
+        return state
+
+
+def _unique(blocks: Iterable[Block]) -> list[Block]:
+    return list({b.key: b for b in blocks}.values())
+
+
+class _Descent:
+    """The steps that lower the objective."""
+
+    def __init__(self, a: _Form, b: _Form, kinds: Collection[str]) -> None:
+        self.a, self.b, self.kinds = a, b, kinds
+        if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
+            raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
+
+    def run(self) -> tuple[Element, dict[str, float], dict[str, float], list[float]]:
+        """Descend from every start; return the best element, distances by kind before and after, and the history."""
+        still = Element(None, {c.name: c.identity() for c in self.b.cells})
+        before = self.costs(still)[1]
+        starts = [self.turn(still, known=True), still]
+        if "permutations" in self.kinds and len(self.kinds) > 1:
+            starts.append(_Descent(self.a, self.b, {"permutations"}).run()[0])
+        rounding = 100 * max(torch.finfo(p.dtype).eps for p in self.b.parameters) ** 2
+        size = sum(float(in_double(p.detach()).square().sum()) for p in self.a.parameters)
+        best: tuple[Element, dict[str, float], list[float]] | None = None
+        for start in starts:
+            found = self.descend(start, rounding * size)
+            if best is None or found[2][-1] < best[2][-1]:
+                best = found
+            if best[2][-1] <= rounding * size:
+                break
+        assert best is not None
+        roots = ({kind: square**0.5 for kind, square in side.items()} for side in (before, best[1]))
+        return best[0], *roots, best[2]
+
+    def descend(self, element: Element, least: float) -> tuple[Element, dict[str, float], list[float]]:
+        """Turn the stream and move the cells while it helps."""
+        history = [_total(self.costs(element)[1])]
+        element, costs = self.costs(element, improve=True)
+        history.append(_total(costs))
+        for _ in range(_SWEEPS):
+            trial, lower = self.costs(self.turn(element), improve=True)
+            if not _total(lower) < history[-1]:
+                break
+            element, costs = trial, lower
+            history.append(_total(costs))
+            if history[-1] > (1 - _TOLERANCE) * history[-2] or history[-1] <= least:
+                break
+        return element, costs, history
+
+    def costs(self, element: Element, improve: bool = False) -> tuple[Element, dict[str, float]]:
+        """Return squared distances by kind, of an element or, with ``improve``, of one with better moves of cells."""
+        squares, moves = Counter[str](), dict(element.cells)
+        for (theirs, cells), (own, alike) in zip(self.b.chunks, self.a.chunks, strict=True):
+            at, state = State(), self.b.turned(theirs, element.stream)
+            for cell, fixed in zip(cells, alike, strict=True):
+                X, Y = ([part.read(s) for part in c.parts] for c, s in ((fixed, at), (cell, state)))
+                if improve:
+                    moves[cell.name] = self.better(cell, X, Y, moves[cell.name])
+                for k, part in enumerate(cell.parts):
+                    squares[part.kind] += _square(X[k] - cell.moved(k, Y[k], moves[cell.name]))
+            for p, q in zip(theirs, own, strict=True):
+                rest = (state.of(p) - at.of(q)).contiguous()
+                for b in (b for cell in cells for b in cell.blocks if b.tensor is p):
+                    b.of(rest).zero_()
+                squares["others"] += _square(rest)
+        return replace(element, cells=moves), dict(squares)
+
+    def turn(self, element: Element, known: bool = False) -> Element:
+        """Fit the rotation or permutation of the stream; ``known``: only to rows of no cell, whose index is known."""
+        a, b = self.a, self.b
+        free = bool(b.turns) and "rotation" in self.kinds
+        if not b.vectors or not (free or "permutations" in self.kinds):
+            return element
+        d = b.vectors[0].size[1]
+        M, N = torch.zeros(2, d, d, dtype=torch.float64)
+        for theirs, cells in b.chunks:
+            if known and cells:
+                continue
+            at, state, chosen = State(), b.moved(theirs, cells, replace(element, stream=None)), set(theirs)
+            for into, mine, others in ((M, a.vectors, b.vectors), (N, a.gains, b.gains)):
+                for one, other in zip(mine, others, strict=True):
+                    if other.tensor in chosen:
+                        into += (at.read(one).mT @ state.read(other)).cpu()
+        if free:
+            return replace(element, stream=rotation(M, self.b.centring))
+        Q = permutation(M, N, signs=not b.centring)
+        return replace(element, stream=Q)
+
+    def better(self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move) -> Move:
+        """Return the best of a move, of it with better group elements, and of one with units matched anew."""
+        order, queries = self.matched(cell, X, Y) if "permutations" in self.kinds else (move.order, move.queries)
+        new = Move(order, queries, (None,) * len(cell.parts))
+        found = [move, self.refined(cell, X, Y, move, anew=False), self.refined(cell, X, Y, new, anew=True)]
+        return min(found, key=lambda m: sum(_square(x - cell.moved(k, Y[k], m)) for k, x in enumerate(X)))
+
+    def acts(self, part: Part) -> bool:
+        """Whether group elements of a part may be chosen."""
+        return part.n > 0 and ("scales" if part.kind == "neurons" else "heads") in self.kinds
+
+    def matched(self, cell: Cell, X: list[Tensor], Y: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Assign units to units, and within each pair queries to queries, with the best orthogonal group elements."""
+        U, R = cell.units, cell.queries
+        queries = torch.arange(R).expand(U, U, R).clone()
+        if R > 1:
+            alike = sum(self.query_scores(part, x, y) for part, x, y in zip(cell.parts, X, Y, strict=True))
+            for i in range(U):
+                for j in range(U):
+                    queries[i, j] = assigned(alike[i, j])
+        scores = torch.zeros(U, U, dtype=torch.float64)
+        for k, (part, x, y) in enumerate(zip(cell.parts, X, Y, strict=True)):
+            if part.queries is None:
+                scores += self.fit(part, torch.einsum("uprh,vprk->uvphk", x.conj(), y)).cpu()
+                continue
+            for i in range(U):
+                z = cell.arranged(k, y, Move(torch.arange(U), queries[i]))
+                scores[i] += self.fit(part, torch.einsum("prh,vprk->vphk", x[i].conj(), z)).cpu()
+        order = assigned(scores)
+        return order, queries[torch.arange(U), order]
+
+    def fit(self, part: Part, C: Tensor) -> Tensor:
+        """Return how well points fit, max Re⟨X, Y Aᴴ⟩ over unitary A where a group acts, from C = Xᴴ Y; (…)."""
+        if not self.acts(part) or part.group.positive:
+            return C.diagonal(dim1=-2, dim2=-1).real.sum((-2, -1))
+        sizes = C.abs() if C.shape[-1] == 1 else torch.linalg.svdvals(C).unsqueeze(-1)
+        return sizes.sum((-3, -2, -1))
+
+    def query_scores(self, part: Part, x: Tensor, y: Tensor) -> Tensor:
+        """Return inner products of queries or, where a group acts, of their products with the rows that all share."""
+        if part.queries is None:
+            return torch.zeros(1, dtype=torch.float64)
+        a, b = x[:, :, part.queries].conj(), y[:, :, part.queries]
+        if not self.acts(part):
+            return torch.einsum("upaqh,vpbqh->uvab", a, b).real.cpu()
+        common = torch.ones(x.shape[2], dtype=torch.bool).index_fill_(0, part.queries.flatten(), False)
+        C = torch.einsum("uprh,vprk->uvphk", x[:, :, common].conj(), y[:, :, common])
+        return torch.einsum("upaqh,vpbqk,uvphk->uvab", a, b, C.conj()).real.cpu()
+
+    def refined(self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, anew: bool) -> Move:
+        """Choose the group elements of all parts, from the best orthogonal ones or those of the move."""
+        inner = list(move.inner)
+        for k, part in enumerate(cell.parts):
+            if not self.acts(part):
+                continue
+            y, start = cell.arranged(k, Y[k], move), inner[k]
+            if start is None or anew:
+                start = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device).expand(*y.shape[:2], -1, -1)
+            if anew and not part.group.positive:
+                start = polar(X[k].mH @ y)
+            inner[k] = fitted(X[k], y, part.n, start, part.group.positive)
+        return replace(move, inner=tuple(inner))
+
+
+def _total(costs: dict[str, float]) -> float:
+    return sum(costs.values())
+
+
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x) ** 2)
