@@ -17,18 +17,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ...linalg import in_double
 from ..blocks import Block
 from .canonical import canonical_form
-from .fits import assigned, balanced, fitted, permutation, polar, rotation
-from .units import Cell, Move, Part, cells_of
+from .fits import balanced, matched, permutation, refined, rotation
+from .units import Cell, Move, cells_of
 from .wiring import State, Wiring
 
 #: What :func:`align_models` may move, beyond the canonical form.
 KINDS = ("permutations", "rotation", "heads", "scales")
 #: A sweep that lowers the objective by less, relatively, is the last.
 _TOLERANCE = 1e-4
-_SWEEPS = 50
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,17 @@ class Element:
     stream: Tensor | None
     cells: dict[str, Move]
 
+    @classmethod
+    @torch.no_grad()
+    def random(cls, model: nn.Module, seed: int = 0) -> Element:
+        """Draw permutations of heads, queries, neurons and the entries of the stream, these with signs under RMSNorm."""
+        form, g = _Form(model), torch.Generator().manual_seed(seed)
+        stream = None
+        if form.vectors:
+            scores = torch.randn(form.width, form.width, generator=g, dtype=torch.float64)
+            stream = permutation(scores, torch.zeros_like(scores), signs=not form.centring)
+        return cls(stream, {c.name: c.random(g) for c in form.cells})
+
     @torch.no_grad()
     def of(self, model: nn.Module) -> nn.Module:
         """Return the moved canonical form of a network, a copy of the same function."""
@@ -78,7 +87,7 @@ class Alignment:
     size : float
         The norm of the reference's canonical form.
     history : tuple of float
-        Squared distance after each sweep, from the start that led furthest; it never rises.
+        Squared distance in canonical form, after the better start, and after each sweep; it never rises.
 
     Examples
     --------
@@ -157,11 +166,12 @@ def align_models(
     for one in (reference, model):
         _check(one, reference)
     a, b = _Form(reference), _Form(model)
-    problem = _Descent(a, b, set(kinds))
-    element, before, after, history = problem.run()
+    descent, still = _Descent(a, b, kinds), Element(None, {c.name: c.identity() for c in b.cells})
+    before = descent.costs(still)[1]
+    element, after, history = descent.search(still)
     b.write(element)
-    size = sum(float(in_double(p.detach()).square().sum()) for p in a.model.parameters()) ** 0.5
-    return b.model, Alignment(a.model, element, before, after, size, tuple(history))
+    roots = ({kind: square**0.5 for kind, square in side.items()} for side in (before, after))
+    return b.model, Alignment(a.model, element, *roots, descent.size**0.5, (sum(before.values()), *history))
 
 
 def _check(model: nn.Module, reference: nn.Module) -> None:
@@ -199,6 +209,7 @@ class _Form:
         self.vectors = _unique([*w.vectors, *(n.shift for n in norms if n.shift is not None)]) if w.closed else []
         self.gains = _unique([*(n.gain for n in norms if n.gain is not None), *(b for _, b, _ in w.scales)])
         widths = {b.size[1] for b in (*self.vectors, *self.gains)}
+        self.width = max(widths, default=0)
         if len(widths) > 1 or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
             self.vectors = []
         for p, q in zip(self.parameters, model.parameters(), strict=True):
@@ -253,42 +264,32 @@ class _Descent:
     """The steps that lower the objective."""
 
     def __init__(self, a: _Form, b: _Form, kinds: Collection[str]) -> None:
-        self.a, self.b, self.kinds = a, b, kinds
+        self.a, self.b, self.kinds = a, b, set(kinds)
         if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
             raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
+        self.size = sum(_square(p) for p in a.parameters)
+        self.least = 100 * max(torch.finfo(p.dtype).eps for p in b.parameters) ** 2 * self.size  # rounding
 
-    def run(self) -> tuple[Element, dict[str, float], dict[str, float], list[float]]:
-        """Descend from every start; return the best element, distances by kind before and after, and the history."""
-        still = Element(None, {c.name: c.identity() for c in self.b.cells})
-        before = self.costs(still)[1]
-        starts = [self.turn(still, known=True), still]
-        if "permutations" in self.kinds and len(self.kinds) > 1:
-            starts.append(_Descent(self.a, self.b, {"permutations"}).run()[0])
-        rounding = 100 * max(torch.finfo(p.dtype).eps for p in self.b.parameters) ** 2
-        size = sum(float(in_double(p.detach()).square().sum()) for p in self.a.parameters)
-        best: tuple[Element, dict[str, float], list[float]] | None = None
-        for start in starts:
-            found = self.descend(start, rounding * size)
-            if best is None or found[2][-1] < best[2][-1]:
-                best = found
-            if best[2][-1] <= rounding * size:
+    def search(self, still: Element) -> tuple[Element, dict[str, float], list[float]]:
+        """Descend from the better of two starts; return the element, squared distances by kind, and the history."""
+        element, costs = self.costs(self.turned(still, known=True), improve=True)
+        if sum(costs.values()) > self.least:
+            alone = _Descent(self.a, self.b, {"permutations"})
+            start = alone.search(still)[0] if self.kinds > alone.kinds else still
+            rival, others = self.costs(start, improve=True)
+            if sum(others.values()) < sum(costs.values()):
+                element, costs = rival, others
+        history = [sum(costs.values())]
+        while history[-1] > self.least:
+            trial = self.turned(element)
+            if _same(trial.stream, element.stream):
                 break
-        assert best is not None
-        roots = ({kind: square**0.5 for kind, square in side.items()} for side in (before, best[1]))
-        return best[0], *roots, best[2]
-
-    def descend(self, element: Element, least: float) -> tuple[Element, dict[str, float], list[float]]:
-        """Turn the stream and move the cells while it helps."""
-        history = [_total(self.costs(element)[1])]
-        element, costs = self.costs(element, improve=True)
-        history.append(_total(costs))
-        for _ in range(_SWEEPS):
-            trial, lower = self.costs(self.turn(element), improve=True)
-            if not _total(lower) < history[-1]:
+            trial, lower = self.costs(trial, improve=True)
+            if not sum(lower.values()) < history[-1]:
                 break
             element, costs = trial, lower
-            history.append(_total(costs))
-            if history[-1] > (1 - _TOLERANCE) * history[-2] or history[-1] <= least:
+            history.append(sum(costs.values()))
+            if history[-1] > (1 - _TOLERANCE) * history[-2]:
                 break
         return element, costs, history
 
@@ -299,10 +300,11 @@ class _Descent:
             at, state = State(), self.b.turned(theirs, element.stream)
             for cell, fixed in zip(cells, alike, strict=True):
                 X, Y = ([part.read(s) for part in c.parts] for c, s in ((fixed, at), (cell, state)))
+                by_part = _squares(cell, X, Y, moves[cell.name])
                 if improve:
-                    moves[cell.name] = self.better(cell, X, Y, moves[cell.name])
-                for k, part in enumerate(cell.parts):
-                    squares[part.kind] += _square(X[k] - cell.moved(k, Y[k], moves[cell.name]))
+                    moves[cell.name], by_part = self.better(cell, X, Y, moves[cell.name], by_part)
+                for part, square in zip(cell.parts, by_part, strict=True):
+                    squares[part.kind] += square
             for p, q in zip(theirs, own, strict=True):
                 rest = (state.of(p) - at.of(q)).contiguous()
                 for b in (b for cell in cells for b in cell.blocks if b.tensor is p):
@@ -310,94 +312,47 @@ class _Descent:
                 squares["others"] += _square(rest)
         return replace(element, cells=moves), dict(squares)
 
-    def turn(self, element: Element, known: bool = False) -> Element:
+    def turned(self, element: Element, known: bool = False) -> Element:
         """Fit the rotation or permutation of the stream; ``known``: only to rows of no cell, whose index is known."""
         a, b = self.a, self.b
         free = bool(b.turns) and "rotation" in self.kinds
         if not b.vectors or not (free or "permutations" in self.kinds):
             return element
-        d = b.vectors[0].size[1]
-        M, N = torch.zeros(2, d, d, dtype=torch.float64)
-        for theirs, cells in b.chunks:
-            if known and cells:
-                continue
-            at, state, chosen = State(), b.moved(theirs, cells, replace(element, stream=None)), set(theirs)
+        M, N = torch.zeros(2, b.width, b.width, dtype=torch.float64)
+        for theirs, cells in b.chunks[-1:] if known else b.chunks:
+            state, chosen = b.moved(theirs, cells, replace(element, stream=None)), set(theirs)
             for into, mine, others in ((M, a.vectors, b.vectors), (N, a.gains, b.gains)):
                 for one, other in zip(mine, others, strict=True):
                     if other.tensor in chosen:
-                        into += (at.read(one).mT @ state.read(other)).cpu()
-        if free:
-            return replace(element, stream=rotation(M, self.b.centring))
-        Q = permutation(M, N, signs=not b.centring)
-        return replace(element, stream=Q)
+                        into += (State().read(one).mT @ state.read(other)).cpu()
+        return replace(element, stream=rotation(M, b.centring) if free else permutation(M, N, signs=not b.centring))
 
-    def better(self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move) -> Move:
-        """Return the best of a move, of it with better group elements, and of one with units matched anew."""
-        order, queries = self.matched(cell, X, Y) if "permutations" in self.kinds else (move.order, move.queries)
-        new = Move(order, queries, (None,) * len(cell.parts))
-        found = [move, self.refined(cell, X, Y, move, anew=False), self.refined(cell, X, Y, new, anew=True)]
-        return min(found, key=lambda m: sum(_square(x - cell.moved(k, Y[k], m)) for k, x in enumerate(X)))
-
-    def acts(self, part: Part) -> bool:
-        """Whether group elements of a part may be chosen."""
-        return part.n > 0 and ("scales" if part.kind == "neurons" else "heads") in self.kinds
-
-    def matched(self, cell: Cell, X: list[Tensor], Y: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Assign units to units, and within each pair queries to queries, with the best orthogonal group elements."""
-        U, R = cell.units, cell.queries
-        queries = torch.arange(R).expand(U, U, R).clone()
-        if R > 1:
-            alike = sum(self.query_scores(part, x, y) for part, x, y in zip(cell.parts, X, Y, strict=True))
-            for i in range(U):
-                for j in range(U):
-                    queries[i, j] = assigned(alike[i, j])
-        scores = torch.zeros(U, U, dtype=torch.float64)
-        for k, (part, x, y) in enumerate(zip(cell.parts, X, Y, strict=True)):
-            if part.queries is None:
-                scores += self.fit(part, torch.einsum("uprh,vprk->uvphk", x.conj(), y)).cpu()
-                continue
-            for i in range(U):
-                z = cell.arranged(k, y, Move(torch.arange(U), queries[i]))
-                scores[i] += self.fit(part, torch.einsum("prh,vprk->vphk", x[i].conj(), z)).cpu()
-        order = assigned(scores)
-        return order, queries[torch.arange(U), order]
-
-    def fit(self, part: Part, C: Tensor) -> Tensor:
-        """Return how well points fit, max Re⟨X, Y Aᴴ⟩ over unitary A where a group acts, from C = Xᴴ Y; (…)."""
-        if not self.acts(part) or part.group.positive:
-            return C.diagonal(dim1=-2, dim2=-1).real.sum((-2, -1))
-        sizes = C.abs() if C.shape[-1] == 1 else torch.linalg.svdvals(C).unsqueeze(-1)
-        return sizes.sum((-3, -2, -1))
-
-    def query_scores(self, part: Part, x: Tensor, y: Tensor) -> Tensor:
-        """Return inner products of queries or, where a group acts, of their products with the rows that all share."""
-        if part.queries is None:
-            return torch.zeros(1, dtype=torch.float64)
-        a, b = x[:, :, part.queries].conj(), y[:, :, part.queries]
-        if not self.acts(part):
-            return torch.einsum("upaqh,vpbqh->uvab", a, b).real.cpu()
-        common = torch.ones(x.shape[2], dtype=torch.bool).index_fill_(0, part.queries.flatten(), False)
-        C = torch.einsum("uprh,vprk->uvphk", x[:, :, common].conj(), y[:, :, common])
-        return torch.einsum("upaqh,vpbqk,uvphk->uvab", a, b, C.conj()).real.cpu()
-
-    def refined(self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, anew: bool) -> Move:
-        """Choose the group elements of all parts, from the best orthogonal ones or those of the move."""
-        inner = list(move.inner)
-        for k, part in enumerate(cell.parts):
-            if not self.acts(part):
-                continue
-            y, start = cell.arranged(k, Y[k], move), inner[k]
-            if start is None or anew:
-                start = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device).expand(*y.shape[:2], -1, -1)
-            if anew and not part.group.positive:
-                start = polar(X[k].mH @ y)
-            inner[k] = fitted(X[k], y, part.n, start, part.group.positive)
-        return replace(move, inner=tuple(inner))
+    def better(
+        self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, squares: list[float]
+    ) -> tuple[Move, list[float]]:
+        """Match units anew and choose group elements; if that does not help, keep units and choose elements."""
+        acts = [p.n > 0 and ("scales" if p.kind == "neurons" else "heads") in self.kinds for p in cell.parts]
+        tried = [move]
+        if "permutations" in self.kinds:
+            new = Move(*matched(cell, X, Y, acts), (None,) * len(acts))
+            if not (torch.equal(new.order, move.order) and torch.equal(new.queries, move.queries)):
+                tried.insert(0, new)
+        for trial in tried:
+            trial = refined(cell, X, Y, trial, acts)
+            lower = _squares(cell, X, Y, trial)
+            if sum(lower) < sum(squares):
+                return trial, lower
+        return move, squares
 
 
-def _total(costs: dict[str, float]) -> float:
-    return sum(costs.values())
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _squares(cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move) -> list[float]:
+    """Return the squared distances of the parts of a cell."""
+    return [_square(x - cell.moved(k, y, move)) for k, (x, y) in enumerate(zip(X, Y, strict=True))]
 
 
 def _square(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x) ** 2)
+    return float(torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float64)) ** 2)

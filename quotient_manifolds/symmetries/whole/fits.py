@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
 import torch
 from torch import Tensor
 
 from ...gauge import canonical_gauge
-from ...linalg import column_rank_ratio, rank_tolerance
-from .units import acted
+from ...linalg import choose, column_rank_ratio, rank_tolerance
+from .units import Cell, Move, Part
+
+#: Gauss–Newton steps at most.
+_STEPS = 20
 
 
 def assigned(scores: Tensor) -> Tensor:
@@ -46,6 +53,66 @@ def permutation(M: Tensor, N: Tensor, signs: bool) -> Tensor:
     return Q
 
 
+def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], acts: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Assign units to units, and within each pair queries to queries.
+
+    ``acts`` says for every part whether a group does; units are compared with the best unitary elements of it. Scores
+    are in single precision: whether a match helps is for the caller to see.
+    """
+    U, R = cell.units, cell.queries
+    X, Y = ([x.to(torch.complex64 if x.is_complex() else torch.float32) for x in side] for side in (X, Y))
+    queries = torch.arange(R).expand(U, U, R).clone()
+    if R > 1:
+        alike = sum(
+            _queries(*of_part) for of_part in zip(cell.parts, X, Y, acts, strict=True) if of_part[0].queries is not None
+        )
+        for i, j in product(range(U), repeat=2):
+            queries[i, j] = assigned(alike[i, j])
+    scores = torch.zeros(U, U)
+    for k, (part, x, y) in enumerate(zip(cell.parts, X, Y, strict=True)):
+        free = acts[k] and not part.group.positive
+        if part.queries is None:
+            scores += _fit(torch.einsum("uprh,vprk->uvphk", x.conj(), y), free)
+            continue
+        for i in range(U):
+            z = cell.arranged(k, y, Move(torch.arange(U), queries[i]))
+            scores[i] += _fit(torch.einsum("prh,vprk->vphk", x[i].conj(), z), free)
+    order = assigned(scores)
+    return order, queries[torch.arange(U), order]
+
+
+def _fit(C: Tensor, free: bool) -> Tensor:
+    """Return max Re⟨X, Y Aᴴ⟩ over unitary A, or for A = 1 unless ``free``, from C = Xᴴ Y; (…, planes, h, h) → (…)."""
+    if free:
+        return (C[..., 0].abs() if C.shape[-1] == 1 else torch.linalg.svdvals(C)).sum((-2, -1)).cpu()
+    return C.diagonal(dim1=-2, dim2=-1).real.sum((-2, -1)).cpu()
+
+
+def _queries(part: Part, x: Tensor, y: Tensor, acts: bool) -> Tensor:
+    """Return Re⟨q, q′⟩ of queries, or of their products with what they share; (units, units, queries, queries)."""
+    if part.queries is None:
+        return torch.zeros(1)
+    a, b = x[:, :, part.queries].conj(), y[:, :, part.queries]
+    C = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(len(x), len(x), x.shape[1], -1, -1)
+    if acts:
+        common = torch.ones(x.shape[2], dtype=torch.bool).index_fill_(0, part.queries.flatten(), False)
+        C = torch.einsum("uprh,vprk->uvphk", x[:, :, common].conj(), y[:, :, common])
+    return torch.einsum("upaqh,vpbqk,uvphk->uvab", a, b, C.conj()).real.cpu()
+
+
+def refined(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], move: Move, acts: Sequence[bool]) -> Move:
+    """Choose the group elements of a move: from those that it has, or from the best unitary ones."""
+    inner = list(move.inner)
+    for k, part in enumerate(cell.parts):
+        if acts[k]:
+            y, A = cell.arranged(k, Y[k], move), inner[k]
+            if A is None:
+                A = polar(X[k].mH @ y)
+                A = A.abs() if part.group.positive else A
+            inner[k] = fitted(X[k], y, part.n, A, part.group.positive)
+    return replace(move, inner=tuple(inner))
+
+
 def balanced(x: Tensor, n: int) -> Tensor:
     """Return points in balanced gauge, GᴴG = HᴴH; those without full rank as they are."""
     G, H = x[..., :n, :], x[..., n:, :]
@@ -63,28 +130,29 @@ def fitted(x: Tensor, y: Tensor, n: int, A: Tensor, positive: bool) -> Tensor:
     """Lower ‖G_x − G_y A⁻¹‖² + ‖H_x − H_y Aᴴ‖² from A, point by point, by Gauss–Newton steps, cut until they help.
 
     A step A ← (1 + E) A solves the Sylvester equation GᴴG E + E HᴴH = R_Hᴴ H − Gᴴ R_G, where (G, H) is y moved by A,
-    and R its difference from x.
+    and R its difference from x. All of it follows from h × h matrices.
     """
+    G, H = y[..., :n, :].mH, y[..., n:, :].mH
+    P, Q, C, D = G @ G.mH, H @ H.mH, G @ x[..., :n, :], H @ x[..., n:, :]
 
-    def cost(A: Tensor) -> Tensor:
-        square = (x - acted(y, n, A)).abs().square().sum((-2, -1))
-        return torch.where(A[..., 0, 0].real > 0, square, torch.inf) if positive else square
+    def cost(A: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of squares, without that of x, and A⁻¹."""
+        X = torch.linalg.inv_ex(A).inverse
+        square = (X.conj() * (P @ X - 2 * C) + A * (A @ Q - 2 * D.mH).conj()).real.sum((-2, -1))
+        return (torch.where(A[..., 0, 0].real > 0, square, torch.inf) if positive else square), X
 
-    now = cost(A)
-    for _ in range(20):
-        z = acted(y, n, A)
-        (G, H), (R, S) = ((t[..., :n, :], t[..., n:, :]) for t in (z, x - z))
-        (p, U), (q, V) = torch.linalg.eigh(G.mH @ G), torch.linalg.eigh(H.mH @ H)
+    now, X = cost(A)
+    for _ in range(_STEPS):
+        (p, U), (q, V) = torch.linalg.eigh(X.mH @ P @ X), torch.linalg.eigh(A @ Q @ A.mH)
         weight = (p.unsqueeze(-1) + q.unsqueeze(-2)).clamp_min(torch.finfo(p.dtype).tiny)
-        E = U @ ((U.mH @ (S.mH @ H - G.mH @ R) @ V) / weight) @ V.mH
+        E = U @ ((U.mH @ ((D.mH - A @ Q) @ A.mH - X.mH @ (C - P @ X)) @ V) / weight) @ V.mH
         start, t = now, torch.ones_like(now)
-        for _ in range(6):
+        while bool((t > 0.01).any()):
             B = A + t[..., None, None] * (E @ A)
-            lower = cost(B)
+            lower, Y = cost(B)
             better = lower < now
-            A = torch.where(better[..., None, None], B, A)
+            A, X, now = choose(better, B, A), choose(better, Y, X), choose(better, lower, now)
             t = torch.where(better, 0, t / 2)
-            now = torch.where(better, lower, now)
-        if not bool((now < (1 - 1e-6) * start).any()):
+        if not bool((start - now > 1e-6 * start.abs()).any()):
             break
     return A

@@ -100,9 +100,15 @@ class Cell:
 
     def identity(self) -> Move:
         """Return the move that changes nothing."""
-        return Move(
-            torch.arange(self.units), torch.arange(self.queries).repeat(self.units, 1), (None,) * len(self.parts)
+        queries = torch.arange(self.queries).repeat(self.units, 1)
+        return Move(torch.arange(self.units), queries, (None,) * len(self.parts))
+
+    def random(self, generator: torch.Generator) -> Move:
+        """Draw an order of the units, and of the queries in each."""
+        order, queries = (
+            torch.rand(n, generator=generator).argsort() for n in (self.units, (self.units, self.queries))
         )
+        return Move(order, queries, (None,) * len(self.parts))
 
     def arranged(self, k: int, x: Tensor, move: Move) -> Tensor:
         """Permute the units of the points of a part, and the queries within them."""
