@@ -1,7 +1,7 @@
 """Barriers between networks trained apart: the loss between aligned weights, by the symmetries that align them.
 
-``python barriers.py --mnist M --ag-news A --out O`` trains five pairs each of vision transformers on MNIST and of byte-level
-GPTs on the texts of AG News (two pre-norm layers, four heads) at widths 64, 128 and 256; the two networks of a pair
+``python barriers.py --mnist M --ag-news A --out O`` trains five pairs each of vision transformers on MNIST and of
+byte-level GPTs on the texts of AG News (two pre-norm layers, four heads) at widths 64, 128 and 256; the two networks of a pair
 differ in their initial weights and in the order of the data. Checkpoints are kept in the folder O.
 
 Then the second network of every pair is aligned with the first by more and more symmetries, and the test loss is

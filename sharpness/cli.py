@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser("sharpness", description=description, epilog=f"in a shell:{epilog}")
     added = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     more = {commands.symmetries: (DataChoice,), commands.run: (DataChoice, Search)}
-    for name in ("demo", "symmetries", "canonicalize", "run", "sweep", "table", "plot"):
+    for name in ("demo", "symmetries", "canonicalize", "same", "run", "sweep", "table", "plot"):
         function = getattr(commands, name)
         add_command(added, function, *more.get(function, ()))
     return top

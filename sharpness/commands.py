@@ -19,9 +19,10 @@ from .ascent import Search
 from .data import DataChoice
 from .distributed import World, torchrun
 from .errors import naming, require_extra
-from .files import check_apart, check_file, check_folder, write_json
+from .files import check_apart, check_file, check_folder, write_json, write_text
 from .measures import LOCAL, checked_radii, measure_of
 from .results import SharpnessResult
+from .sameness import compare
 from .study.plan import as_data, of_model, places
 from .study.run import measured, versions, write_results
 from .study.tables import CONTROLS, FEWEST_MODELS, one_radius
@@ -144,6 +145,34 @@ def canonicalize(model: str, *, out: Path) -> int:
         if not (out / path.name).exists():
             shutil.copy(path, out)
     return 0
+
+
+def same(one: str, other: str, *, out: Path | None = None) -> int:
+    """Say whether two models are one function, fine-tunes of one another, or unrelated.
+
+    Compare two models of one architecture modulo every symmetry: norms folded, streams
+    rotated, heads and neurons matched, heads moved by GL(h). Prints the verdict and the
+    evidence. The exit code is 1 if they are not one function.
+
+    in a shell:
+      sharpness same path/to/bert path/to/converted
+      sharpness same path/to/llama path/to/finetuned --out distances.csv
+
+    Parameters
+    ----------
+    one, other
+        Folders of transformers, names of open_clip or timm models, or module:function, a function of yours.
+    out
+        Table (.csv) of the distances by kind of weight, before and after the alignment, relative to all weights.
+    """
+    if out is not None:
+        check_file(out)
+        check_apart(out, [*places(one), *places(other)], ())
+    found = compare(models.load(one), models.load(other))
+    print(found.verdict, *found.evidence, sep="\n  ")
+    if out is not None:
+        write_text(out, found.distances.to_csv(index_label="kind"))
+    return 0 if found.verdict.startswith("one function") else 1
 
 
 def run(

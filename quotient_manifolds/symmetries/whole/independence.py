@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...linalg import in_double
 from .canonical import canonical_form
 from .wiring import State, Wiring
+
+#: Singular values that are smaller, relative to the largest, are rounding of float32.
+_RANK = 1e-6
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,9 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
 
 def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     """Return the layers of neurons, and the rows in the stream whose index is known, all in canonical form."""
-    form = canonical_form(copy.deepcopy(model).requires_grad_(True))
-    w, state = form.wiring or Wiring(), State({p: in_double(v) for p, v in form.values.items()})
+    state = State()  # what is folded in float64 is exactly orthogonal to 1
+    form = canonical_form(copy.deepcopy(model).requires_grad_(True), state=state)
+    w = form.wiring or Wiring()
     found = [[b for b in blocks if b.size == blocks[-1].size] for _, blocks in w.hidden]
     layers = [_Neurons(*(state.read(b).mT for b in (bs[0], bs[-2], bs[-1]))) for bs in found if len(bs) > 1]
     layers = [x for x in layers if len(x.down) > x.down.shape[1] + 1]
@@ -141,7 +144,7 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
 def _unexplained(x: _Neurons) -> Tensor:
     """Return of the rows of ``down`` what no linear map makes of those of ``up``, all of length 1; signs are kept."""
     up, down = (nn.functional.normalize(rows, dim=1) for rows in (x.up, x.down))
-    return down - up @ torch.linalg.lstsq(up, down).solution
+    return down - up @ torch.linalg.lstsq(up, down, rcond=_RANK).solution
 
 
 def _matching(x: Tensor, y: Tensor) -> Tensor:
