@@ -208,11 +208,10 @@ def _aligned_distance(one: nn.Module, other: nn.Module, metric: str) -> ModelDis
     rows = {b.tensor: b for b in (forms[0].wiring or Wiring()).vectors}
     theirs = dict(aligned.named_parameters())
     for name, p in found.reference.named_parameters():
-        constant = forms[0].constant.get(p)
-        inside = covered.get(p, torch.zeros_like(p, dtype=torch.bool))
-        inside = inside if constant is None else inside | constant
+        none = torch.zeros_like(p, dtype=torch.bool)
+        inside = covered.get(p, none) | forms[0].constant.get(p, none)
         if not bool(inside.all()):
-            parts = (in_double(t.detach()).masked_fill(inside, 0).contiguous() for t in (p, theirs[name]))
+            parts = (in_double(t.detach().masked_fill(inside, 0)).contiguous() for t in (p, theirs[name]))
             a, b = (rows[p].of(t) if p in rows else t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in parts)
             pairs.append(PairDistance(name, name.rpartition(".")[0], "vectors", None, None, _path(a, b)))
     lost = {

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ...linalg import finite, in_double
 from ..blocks import Block
 from .canonical import canonical_form
 from .fits import balanced, matched, permutation, refined, rotation
 from .units import Cell, Move, cells_of
-from .wiring import State, Wiring
+from .wiring import State
 
 #: What :func:`align_models` may move, beyond the canonical form.
 KINDS = ("permutations", "rotation", "heads", "scales")
@@ -55,7 +56,7 @@ class Element:
     @classmethod
     @torch.no_grad()
     def random(cls, model: nn.Module, seed: int = 0) -> Element:
-        """Draw permutations of heads, queries, neurons and the entries of the stream, these with signs under RMSNorm."""
+        """Draw permutations of heads, queries, neurons, and entries of the stream, under RMSNorm with signs."""
         form, g = _Form(model), torch.Generator().manual_seed(seed)
         stream = None
         if form.vectors:
@@ -147,9 +148,9 @@ def align_models(
 
     Notes
     -----
-    The minimum is local. Descent begins from the canonical form as it is, from the rotation that fits weights whose
-    other index is known (tokens, positions, pixels, classes), and from the result of permutations alone; the lowest
-    counts. A copy that was moved by symmetries is found wherever the second of these determines the rotation.
+    The minimum is local. Descent begins where the rotation fits the weights whose other index is known (tokens,
+    positions, pixels, classes), or at the result of permutations alone, if that is lower. A copy that was moved by
+    symmetries is found wherever these weights determine the rotation.
 
     Examples
     --------
@@ -163,70 +164,59 @@ def align_models(
     """
     if isinstance(kinds, str) or not set(kinds) <= set(KINDS):
         raise ValueError(f"kinds is a collection of {', '.join(KINDS)}, got {kinds!r}")
-    for one in (reference, model):
-        _check(one, reference)
+    _check(reference, model)
     a, b = _Form(reference), _Form(model)
     descent, still = _Descent(a, b, kinds), Element(None, {c.name: c.identity() for c in b.cells})
-    before = descent.costs(still)[1]
-    element, after, history = descent.search(still)
-    b.write(element)
-    roots = ({kind: square**0.5 for kind, square in side.items()} for side in (before, after))
-    return b.model, Alignment(a.model, element, *roots, descent.size**0.5, (sum(before.values()), *history))
+    before = descent.costs(still)
+    after, history = descent.search(still)
+    b.write(after.element)
+    roots = ({kind: square**0.5 for kind, square in found.squares.items()} for found in (before, after))
+    return b.model, Alignment(a.model, after.element, *roots, descent.size**0.5, (before.total, *history))
 
 
-def _check(model: nn.Module, reference: nn.Module) -> None:
-    mine, others = (
-        {n: (tuple(p.shape), p.dtype, p.device) for n, p in m.named_parameters()} for m in (model, reference)
-    )
-    for name, p in model.named_parameters():
-        if p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name} has dtype {p.dtype}; align copies in float32 or float64")
-    if mine != others:
-        name = next(n for n in [*mine, *others] if mine.get(n) != others.get(n))
-        raise ValueError(f"the networks differ in the parameter {name!r}: {others.get(name)} and {mine.get(name)}")
+def _check(reference: nn.Module, model: nn.Module) -> None:
+    """Raise for a network that cannot be brought to the reference's coordinates."""
+    both = [{n: (tuple(p.shape), p.dtype, p.device) for n, p in m.named_parameters()} for m in (reference, model)]
+    for name in {**both[0], **both[1]}:
+        if both[0].get(name) != both[1].get(name):
+            one, other = (side.get(name, "missing") for side in both)
+            raise ValueError(f"the networks differ in the parameter {name!r}: {one} and {other}")
+    for name, p in (*reference.named_parameters(), *model.named_parameters()):
+        if p.dtype not in (torch.float32, torch.float64) or not finite(p):
+            raise ValueError(f"{name} has dtype {p.dtype} or is not finite; align finite weights in float32 or float64")
 
 
 class _Form:
     """A network's copy in canonical form with balanced heads, its cells, and what lies in its stream."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)
-        for p in self.model.parameters():
-            p.requires_grad_(True)
+        self.model = copy.deepcopy(model).requires_grad_()
         state = State()
         form = canonical_form(self.model, state=state)
-        if not form.wired:
+        w = form.wiring
+        if w is None or not w.sites:
             name = type(model).__name__
             raise ValueError(f"no wiring is known of a {name}; see quotient_manifolds.symmetries.whole.register_wiring")
-        self.store(state)
-        w = form.wiring or Wiring()
         self.cells = cells_of(form, self.model)
-        self.parameters = list(self.model.parameters())
         self.centring = any(s.norm.centring for s in w.sites)
-        self.turns = [s for s in form.symmetries if s.kind == "rotation"]
+        self.turns = any(s.kind == "rotation" for s in form.symmetries)
         norms = [s.norm for s in w.sites]
         #: Rows that are vectors in the stream, and rows of one number an entry, which its sign does not change.
-        self.vectors = _unique([*w.vectors, *(n.shift for n in norms if n.shift is not None)]) if w.closed else []
-        self.gains = _unique([*(n.gain for n in norms if n.gain is not None), *(b for _, b, _ in w.scales)])
+        self.vectors = _unique([*w.vectors, *(n.shift for n in norms if n.shift)]) if w.closed else []
+        self.gains = _unique([*(n.gain for n in norms if n.gain), *(b for _, b, _ in w.scales)])
         widths = {b.size[1] for b in (*self.vectors, *self.gains)}
         self.width = max(widths, default=0)
         if len(widths) > 1 or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
             self.vectors = []
-        for p, q in zip(self.parameters, model.parameters(), strict=True):
-            p.requires_grad_(q.requires_grad)
-        self.chunks: list[tuple[list[Tensor], list[Cell]]] = []
-        for cell in self.cells:
-            with_it = [c for c in self.chunks if not set(cell.parameters).isdisjoint(c[0])]
-            self.chunks = [c for c in self.chunks if c not in with_it]
-            own = dict.fromkeys([p for parameters, _ in with_it for p in parameters] + cell.parameters)
-            self.chunks.append(([*own], [*(c for _, cells in with_it for c in cells), cell]))
-            state = State()
-            for part in cell.parts:
-                if part.n:
-                    part.write(balanced(part.read(state), part.n), state)
-            self.store(state)
+        for part in (part for cell in self.cells for part in cell.parts if part.n):
+            part.write(balanced(part.read(state), part.n), state)
+        self.store(state)
+        #: Parameters cell by cell, and those of none.
+        self.chunks: list[tuple[list[Tensor], list[Cell]]] = [(cell.parameters, [cell]) for cell in self.cells]
         taken = {p for own, _ in self.chunks for p in own}
-        self.chunks.append(([p for p in self.parameters if p not in taken], []))
+        self.chunks.append(([p for p in self.model.parameters() if p not in taken], []))
+        for p, q in zip(self.model.parameters(), model.parameters(), strict=True):
+            p.requires_grad_(q.requires_grad)
 
     def store(self, state: State) -> None:
         """Write values into the copy."""
@@ -241,10 +231,11 @@ class _Form:
     def turned(self, parameters: Iterable[Tensor], Q: Tensor | None) -> State:
         """Return parameters after a rotation of the stream."""
         state, chosen = State(), set(parameters)
-        for rows, R in ((self.vectors, Q), (self.gains, None if self.turns else Q)):
+        for rows, R in ((self.vectors, Q), (self.gains, None if Q is None or self.turns else Q.abs())):
             for b in rows if R is not None else ():
                 if b.tensor in chosen:
-                    state.write(b, state.read(b) @ (R if rows is self.vectors else R.abs()).mT.to(b.tensor.device))
+                    value = state.read(b)
+                    state.write(b, value @ R.mT.to(value.device))
         return state
 
     def moved(self, parameters: list[Tensor], cells: Iterable[Cell], element: Element) -> State:
@@ -260,6 +251,18 @@ def _unique(blocks: Iterable[Block]) -> list[Block]:
     return list({b.key: b for b in blocks}.values())
 
 
+@dataclass(frozen=True)
+class _Found:
+    """An element, and squared distances by kind."""
+
+    element: Element
+    squares: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.squares.values())
+
+
 class _Descent:
     """The steps that lower the objective."""
 
@@ -267,33 +270,30 @@ class _Descent:
         self.a, self.b, self.kinds = a, b, set(kinds)
         if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
             raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
-        self.size = sum(_square(p) for p in a.parameters)
-        self.least = 100 * max(torch.finfo(p.dtype).eps for p in b.parameters) ** 2 * self.size  # rounding
+        weights = list(a.model.parameters())
+        self.size = sum(map(_square, weights))
+        self.least = 100 * max(torch.finfo(p.dtype).eps for p in weights) ** 2 * self.size  # rounding
 
-    def search(self, still: Element) -> tuple[Element, dict[str, float], list[float]]:
-        """Descend from the better of two starts; return the element, squared distances by kind, and the history."""
-        element, costs = self.costs(self.turned(still, known=True), improve=True)
-        if sum(costs.values()) > self.least:
+    def search(self, still: Element) -> tuple[_Found, list[float]]:
+        """Descend from the better of two starts; return what was found, and the history."""
+        found = self.costs(self.turned(still, known=True), improve=True)
+        if found.total > self.least:
             alone = _Descent(self.a, self.b, {"permutations"})
-            start = alone.search(still)[0] if self.kinds > alone.kinds else still
-            rival, others = self.costs(start, improve=True)
-            if sum(others.values()) < sum(costs.values()):
-                element, costs = rival, others
-        history = [sum(costs.values())]
+            start = alone.search(still)[0].element if self.kinds > alone.kinds else still
+            found = min(found, self.costs(start, improve=True), key=lambda f: f.total)
+        history = [found.total]
         while history[-1] > self.least:
-            trial = self.turned(element)
-            if _same(trial.stream, element.stream):
+            trial = self.turned(found.element)
+            if _same(trial.stream, found.element.stream):
                 break
-            trial, lower = self.costs(trial, improve=True)
-            if not sum(lower.values()) < history[-1]:
+            lower = self.costs(trial, improve=True)
+            if not lower.total < (1 - _TOLERANCE) * history[-1]:
                 break
-            element, costs = trial, lower
-            history.append(sum(costs.values()))
-            if history[-1] > (1 - _TOLERANCE) * history[-2]:
-                break
-        return element, costs, history
+            found = lower
+            history.append(found.total)
+        return found, history
 
-    def costs(self, element: Element, improve: bool = False) -> tuple[Element, dict[str, float]]:
+    def costs(self, element: Element, improve: bool = False) -> _Found:
         """Return squared distances by kind, of an element or, with ``improve``, of one with better moves of cells."""
         squares, moves = Counter[str](), dict(element.cells)
         for (theirs, cells), (own, alike) in zip(self.b.chunks, self.a.chunks, strict=True):
@@ -307,15 +307,15 @@ class _Descent:
                     squares[part.kind] += square
             for p, q in zip(theirs, own, strict=True):
                 rest = (state.of(p) - at.of(q)).contiguous()
-                for b in (b for cell in cells for b in cell.blocks if b.tensor is p):
+                for b in (b for cell in cells for part in cell.parts for b in part.blocks if b.tensor is p):
                     b.of(rest).zero_()
                 squares["others"] += _square(rest)
-        return replace(element, cells=moves), dict(squares)
+        return _Found(replace(element, cells=moves), dict(squares))
 
     def turned(self, element: Element, known: bool = False) -> Element:
         """Fit the rotation or permutation of the stream; ``known``: only to rows of no cell, whose index is known."""
         a, b = self.a, self.b
-        free = bool(b.turns) and "rotation" in self.kinds
+        free = b.turns and "rotation" in self.kinds
         if not b.vectors or not (free or "permutations" in self.kinds):
             return element
         M, N = torch.zeros(2, b.width, b.width, dtype=torch.float64)
@@ -355,4 +355,4 @@ def _squares(cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move) -> list[f
 
 
 def _square(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float64)) ** 2)
+    return float(torch.linalg.vector_norm(in_double(x.detach())) ** 2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ class Part:
     ----------
     kind : str
         ``"qk"``, ``"vo"``, ``"neurons"`` or ``"scores"``.
-    rows : BlockStack
+    points : list of tuple of Block
         A point a unit or, with ``columns``, one point whose columns are the units.
     group : GL
         How rows become points.
@@ -34,11 +36,21 @@ class Part:
     """
 
     kind: str
-    rows: BlockStack
+    points: list[tuple[Block, ...]]
     group: GL
     n: int = 0
     columns: bool = False
     queries: Tensor | None = None
+
+    @cached_property
+    def rows(self) -> BlockStack:
+        """All points."""
+        return BlockStack(self.points)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of all points."""
+        return [b for point in self.points for b in point]
 
     def read(self, state: State) -> Tensor:
         """Copy the weights: (units, planes, n + m, h), with one plane for GL(h) and h = 1 for a diagonal group."""
@@ -91,7 +103,6 @@ class Cell:
     parts: tuple[Part, ...]
     units: int
     queries: int = 1
-    blocks: tuple[Block, ...] = field(default=(), repr=False)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -133,22 +144,28 @@ def acted(x: Tensor, n: int, A: Tensor | None) -> Tensor:
 
 
 def cells_of(form: CanonicalForm, model: nn.Module) -> list[Cell]:
-    """List the cells of a network from its canonical form; those with weights that are no parameters are left out."""
+    """List the cells of a network from its canonical form; none shares a parameter, or has what is no parameter."""
     w = form.wiring or Wiring()
     by_module: dict[str, list[SymmetricPair]] = {}
     for p in form.pairs:
         if p.G and p.kind in ("qk", "vo") and (p.group is not None or (p.kind == "qk" and w.qk_norms)):
             by_module.setdefault(p.module, []).append(p)
-    found = [*_bound([c for name, pairs in by_module.items() for c in _heads(name, pairs)], w, model)]
+    found = _bound([c for name, pairs in by_module.items() for c in _heads(name, pairs)], w, model)
     scaled = {p.H[0].key: p for p in form.pairs if p.part == "neurons" and p.group is not None}
     for name, blocks in w.hidden:
-        pair = scaled.get(blocks[-1].key)
-        taken = {b.key for b in (*pair.G, *pair.H)} if pair else set()
-        rest, plain = tuple(b for b in blocks if b.key not in taken), GL(blocks[-1].size[1], diagonal=True)
-        parts = [Part("neurons", BlockStack([pair.G + pair.H]), pair.usable_group(), pair.n, True)] if pair else []
-        parts += [Part("neurons", BlockStack([rest]), plain, columns=True)] if rest else []
-        found.append(Cell(name, tuple(parts), plain.h, 1, blocks))
-    return [c for c in found if all(isinstance(p, nn.Parameter) for p in c.parameters)]
+        pair, parts = scaled.get(blocks[-1].key), []
+        if pair is not None:
+            parts.append(Part("neurons", [pair.G + pair.H], pair.usable_group(), pair.n, True))
+            blocks = tuple(b for b in blocks if b.key not in {b.key for b in parts[0].blocks})
+        if blocks:
+            parts.append(Part("neurons", [blocks], GL(blocks[0].size[1], diagonal=True), columns=True))
+        found.append(Cell(name, tuple(parts), parts[0].group.h))
+    taken, kept = set[Tensor](), []
+    for cell in found:
+        if taken.isdisjoint(cell.parameters) and all(isinstance(p, nn.Parameter) for p in cell.parameters):
+            taken.update(cell.parameters)
+            kept.append(cell)
+    return kept
 
 
 def _heads(name: str, pairs: Sequence[SymmetricPair]) -> list[Cell]:
@@ -157,26 +174,22 @@ def _heads(name: str, pairs: Sequence[SymmetricPair]) -> list[Cell]:
     for p in pairs:  # pairs without a group have not been merged
         units = shared.setdefault((p.kind, p.part), {})
         key = tuple(b.key for b in (p.G if p.kind == "vo" else p.H))
-        one = units.get(key)
-        together = p if one is None else replace(one, G=_union(one.G, p.G), H=_union(one.H, p.H))
-        units[key] = together
+        one = units.get(key, p)
+        units[key] = replace(one, G=_union(one.G, p.G), H=_union(one.H, p.H))
+    layouts = {(kind, p.group, p.layout) for (kind, _), units in shared.items() for p in units.values()}
     sizes = {len(units) for units in shared.values()}
-    if {kind for kind, _ in shared} != {"qk", "vo"} or len(sizes) > 1:
+    if {kind for kind, _ in shared} != {"qk", "vo"} or len(sizes) > 1 or len(layouts) > len(shared):
         return []
     outputs = next(iter(shared["vo", ""].values())).H
     queries = sum((b.module, b.attribute) == (outputs[0].module, outputs[0].attribute) for b in outputs)
-    parts, blocks = [], list[Block]()
+    parts = []
     for (kind, _), units in shared.items():
-        ps = list(units.values())
-        if len({(p.group, p.layout) for p in ps}) > 1:
-            return []
-        n, m = ps[0].n, ps[0].m
-        rows = torch.arange(n, n + m) if kind == "vo" else torch.arange(n)
-        stack, group = BlockStack([p.G + p.H for p in ps]), ps[0].group
+        first, *_ = units.values()
+        rows = torch.arange(first.n, first.n + first.m) if kind == "vo" else torch.arange(first.n)
+        group, n = (GL(first.G[0].size[1]), 0) if first.group is None else (first.group, first.n)
         each = rows.view(queries, -1) if queries > 1 else None
-        parts.append(Part(kind, stack, group or GL(ps[0].G[0].size[1]), n if group else 0, queries=each))
-        blocks += [b for p in ps for b in p.G + p.H]
-    return [Cell(name, tuple(parts), sizes.pop(), queries, tuple(blocks))]
+        parts.append(Part(kind, [p.G + p.H for p in units.values()], group, n, queries=each))
+    return [Cell(name, tuple(parts), sizes.pop(), queries)]
 
 
 def _union(one: tuple[Block, ...], other: tuple[Block, ...]) -> tuple[Block, ...]:
@@ -186,26 +199,22 @@ def _union(one: tuple[Block, ...], other: tuple[Block, ...]) -> tuple[Block, ...
 def _bound(cells: Sequence[Cell], w: Wiring, model: nn.Module) -> list[Cell]:
     """Join cells whose scores come from one table (T5's layers share that of the first); the table moves with them."""
     names = {module: name for name, module in model.named_modules()}
-    tables: dict[str, list[Block]] = {}  # by the attention layer in which they lie, or ""
+    tables: dict[
+        str, tuple[Block, ...]
+    ] = {}  # by the attention layer that they lie in or beside; by "" if there are several
     for _, blocks in w.score_tables:
-        path = names[blocks[0].module]
-        owner = next((c.name for c in cells if f"{path}.".startswith(f"{c.name}.")), "")
-        tables.setdefault(owner, []).extend(blocks)
-    joined: dict[str, list[Cell]] = {}
+        parent = names[blocks[0].module].rpartition(".")[0]
+        near = [c.name for c in cells if f"{c.name}.".startswith(parent and f"{parent}.")]
+        owner = near[0] if len(near) == 1 else ""
+        tables[owner] = tables.get(owner, ()) + blocks
+    joined = {name: Cell(name, (), 0) for name in tables}
     for c in cells:
-        alike = (o for o in tables if o in ("", c.name) or _plain(o) == _plain(c.name))
-        joined.setdefault(c.name if c.name in tables else next(alike, c.name), []).append(c)
-    found = []
-    for name, some in joined.items():
-        parts, blocks = [p for c in some for p in c.parts], [b for c in some for b in c.blocks]
-        if name in tables:
-            rows = tuple(tables[name])
-            parts.append(Part("scores", BlockStack([rows]), GL(rows[0].size[1], diagonal=True), columns=True))
-            blocks += rows
-        found.append(replace(some[0], parts=tuple(parts), blocks=tuple(blocks)))
-    return found
-
-
-def _plain(path: str) -> str:
-    """Replace the numbers in a path."""
-    return ".".join("*" if name.isdigit() else name for name in path.split("."))
+        alike = (o for o in tables if o == "" or re.sub(r"\d+", "", o) == re.sub(r"\d+", "", c.name))
+        name = c.name if c.name in tables else next(alike, c.name)
+        joined[name] = replace(
+            c, name=name or c.name, parts=(*(joined[name].parts if name in joined else ()), *c.parts)
+        )
+    for name, blocks in tables.items():
+        scores = Part("scores", [blocks], GL(blocks[0].size[1], diagonal=True), columns=True)
+        joined[name] = replace(joined[name], parts=(*joined[name].parts, scores))
+    return [c for c in joined.values() if c.units]
