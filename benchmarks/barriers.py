@@ -6,7 +6,8 @@ differ in their initial weights and in the order of the data. Checkpoints are ke
 
 Then the second network of every pair is aligned with the first by more and more symmetries, and the test loss is
 measured at eleven points of the straight line between the weights. Its barrier is the largest excess over the straight
-line between the losses of the ends. "geodesic" leads attention's pairs along geodesics (metric inv) instead.
+line between the losses of the ends. "heads not moved inside" has the rotation and the permutations of all kinds, but no group elements inside heads;
+"geodesic" leads attention's pairs along geodesics (metric inv).
 
 What is there is neither trained nor measured again. ``--report`` prints the table and draws the figure; ``--random N``
 aligns N pairs of small networks with random weights, and counts where all symmetries lead nearer than permutations.
@@ -20,13 +21,14 @@ import gzip
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _common import RESULTS, interval
+from _common import RESULTS
 from lora_text import ag_news
 from pretraining import windows
 from safetensors.torch import load_file, save_file
@@ -35,7 +37,6 @@ from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.whole import align_models
-from sharpness.plots import figure
 
 WIDTHS, PAIRS, HEADS, LAYERS = (64, 128, 256), 5, 4, 2
 TASKS = ("vit", "gpt")
@@ -50,6 +51,7 @@ METHODS: dict[str, tuple[str, ...] | None] = {
     "rotation and permutations": ("rotation", "permutations"),
     "all kinds": ("rotation", "permutations", "heads", "scales"),
 }
+ALL = "all kinds"
 TIMES = tuple(i / 10 for i in range(11))
 
 
@@ -73,8 +75,8 @@ def network(task: str, width: int) -> nn.Module:
             transformers.ViTConfig(
                 hidden_size=width, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=4 * width,
                 image_size=28, patch_size=7, num_channels=1, num_labels=10, initializer_range=width**-0.5,
-            )  # fmt: skip
-        )
+            )
+        )  # fmt: skip
     config = transformers.GPT2Config(
         vocab_size=256, n_positions=CONTEXT, n_embd=width, n_layer=LAYERS, n_head=HEADS, tie_word_embeddings=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
@@ -215,26 +217,36 @@ def compared(first: Trained, options: argparse.Namespace, data: Data, done: set[
     one, other = (loaded(first._replace(seed=first.seed + i), options.out) for i in range(2))
     x, y = data.test(first.task)
     for method, kinds in METHODS.items():
-        ways = {method: straight, f"{method}, geodesic": geodesic} if method == "all kinds" else {method: straight}
-        ways = {name: way for name, way in ways.items() if (*first, name) not in done}
-        if not ways:
+        names = (method, f"{method}, heads not moved inside", f"{method}, geodesic") if method == ALL else (method,)
+        if all((*first, name) in done for name in names):
             continue
         start = time.process_time()
-        a, b, row = one, other, {"distance": None, "size": None}
+        a, paths = one, {method: straight(one, other)}
         if kinds is not None:
             b, found = align_models(one, other, kinds=kinds)
-            a, row = found.reference, {"distance": round(found.distance, 4), "size": round(found.size, 4)}
+            a, paths = found.reference, {method: straight(found.reference, b)}
         seconds = round(time.process_time() - start, 1)
-        for name, way in ways.items():
-            path = way(a, b)
+        if method == ALL:
+            cells = {name: replace(m, inner=(None,) * len(m.inner)) for name, m in found.element.cells.items()}
+            paths[names[1]] = straight(a, replace(found.element, cells=cells).of(other))
+            paths[names[2]] = geodesic(a, b)
+        for name, path in paths.items():
             losses, errors = zip(*(measured(path(t), x, y) for t in TIMES), strict=True)
-            append({**first._asdict(), "method": name, **row, "losses": rounded(losses), "errors": rounded(errors),
-                    "barrier": excess(losses), "barrier_of_error": excess(errors), "seconds": seconds})  # fmt: skip
+            ends = [copy.deepcopy(path(t)) for t in (0.0, 1.0)]
+            append({**first._asdict(), "method": name, "distance": apart(*ends), "losses": rounded(losses),
+                    "errors": rounded(errors), "barrier": excess(losses), "barrier_of_error": excess(errors),
+                    "seconds": seconds})  # fmt: skip
+
+
+def apart(one: nn.Module, other: nn.Module) -> float:
+    """The distance of all weights, relative to the norm of the first's."""
+    a, b = (nn.utils.parameters_to_vector(m.parameters()).detach().double() for m in (one, other))
+    return round(float((a - b).norm() / a.norm()), 4)
 
 
 def rounded(values: Any) -> list[float]:
-    """Four decimals."""
-    return [round(v, 4) for v in values]
+    """Three decimals."""
+    return [round(v, 3) for v in values]
 
 
 def excess(values: Any) -> float:

@@ -24,7 +24,7 @@ LEVEL = 1e-3
 
 @dataclass(frozen=True)
 class Sameness:
-    """What :func:`compare` has found.
+    """What :func:`judge` has found.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Sameness:
 
     Examples
     --------
-    See :func:`compare`.
+    See :func:`judge`.
 
     >>> Sameness("unrelated", ("p = 0.3",), pd.DataFrame()).evidence
     ('p = 0.3',)
@@ -50,7 +50,7 @@ class Sameness:
 
 
 @torch.no_grad()
-def compare(one: LoadedModel, other: LoadedModel) -> Sameness:
+def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     """Compare two models of one architecture, modulo every symmetry; neither is changed.
 
     They are *one function* if their outputs on random inputs or their aligned weights differ by rounding alone, a
@@ -78,7 +78,7 @@ def compare(one: LoadedModel, other: LoadedModel) -> Sameness:
     >>> one = LoadedModel(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 3, 8))
     >>> other = copy.deepcopy(one)
     >>> _ = apply_random_symmetry_(other.model)
-    >>> compare(one, other).verdict
+    >>> judge(one, other).verdict
     'one function'
     """
     dtypes = {p.dtype for m in (one, other) for p in m.model.parameters()}

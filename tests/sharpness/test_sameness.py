@@ -9,7 +9,7 @@ from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import Element, apply_random_moves_, canonical_form
 from sharpness import cli
 from sharpness.models import LoadedModel
-from sharpness.sameness import _interleaved, compare
+from sharpness.sameness import _interleaved, judge
 from tests.whole_networks import build, inputs
 
 
@@ -33,14 +33,14 @@ def evidence(found, word):
 @pytest.mark.parametrize("family", ["gpt2-untied", "qwen2"])
 def test_a_function_is_known_in_other_weights_and_what_lies_between(family):
     one = loaded(family)
-    found = compare(one, loaded(family, moved(one.model)))
+    found = judge(one, loaded(family, moved(one.model)))
     assert found.verdict == "one function"
     assert len(found.evidence) < 10
     assert found.distances.loc["all", "after"] < 1e-8 < 1e-2 < found.distances.loc["all", "before"]
     between = evidence(found, "between them")
     for kind in ("gain", "rotation of the stream", "group elements of heads", "permutation of neurons"):
         assert kind in between
-    assert evidence(compare(one, one), "between them") == "between them: nothing"
+    assert evidence(judge(one, one), "between them") == "between them: nothing"
 
 
 def test_a_fine_tune_and_an_unrelated_network():
@@ -48,18 +48,18 @@ def test_a_fine_tune_and_an_unrelated_network():
     other = copy.deepcopy(one.model)
     with torch.no_grad():
         other.bert.encoder.layer[1].output.dense.weight *= 1.01
-    assert compare(one, loaded("bert", moved(other))).verdict == "fine-tunes of one another, or of one model"
-    assert compare(one, loaded("bert", build("bert", seed=2))).verdict == "unrelated"
+    assert judge(one, loaded("bert", moved(other))).verdict == "fine-tunes of one another, or of one model"
+    assert judge(one, loaded("bert", build("bert", seed=2))).verdict == "unrelated"
 
 
 def test_formats_are_named():
     one = loaded("llama")
-    found = compare(one, loaded("llama", _interleaved(one.model)))
+    found = judge(one, loaded("llama", _interleaved(one.model)))
     assert found.verdict == "one function in two formats"
     assert evidence(found, "formats") == "formats: RoPE's planes in halves and interleaved"
     tied, untied = loaded("llama-tied"), loaded("llama-tied")
     untied.model.lm_head.weight = nn.Parameter(tied.model.lm_head.weight.clone())
-    found = compare(tied, untied)
+    found = judge(tied, untied)
     assert found.verdict == "one function in two formats"
     assert "lm_head.weight" in evidence(found, "formats")
     assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
@@ -70,7 +70,7 @@ def test_formats_are_named():
             fused, names = split.pop(key), [key.replace(name, part) for part in parts]
             split |= dict(zip(names, fused.split([len(llama.model.state_dict()[n]) for n in names]), strict=True))
     llama.model.load_state_dict(split)
-    found = compare(phi, llama)
+    found = judge(phi, llama)
     assert found.verdict == "one function in two formats"
     assert evidence(found, "formats") == "formats: Phi3ForCausalLM and LlamaForCausalLM"
 
