@@ -1,13 +1,13 @@
 """Barriers between networks trained apart: the loss between aligned weights, by the symmetries that align them.
 
 ``python barriers.py --mnist M --ag-news A --out O`` trains five pairs each of vision transformers on MNIST and of
-byte-level GPTs on the texts of AG News (two pre-norm layers, four heads) at widths 64, 128 and 256; the two networks of a pair
-differ in their initial weights and in the order of the data. Checkpoints are kept in the folder O.
+byte-level GPTs on the texts of AG News (two pre-norm layers, four heads) at widths 64, 128 and 256; the two networks of
+a pair differ in their initial weights and in the order of the data. Checkpoints are kept in the folder O.
 
 Then the second network of every pair is aligned with the first by more and more symmetries, and the test loss is
 measured at eleven points of the straight line between the weights. Its barrier is the largest excess over the straight
-line between the losses of the ends. "heads not moved inside" has the rotation and the permutations of all kinds, but no group elements inside heads;
-"geodesic" leads attention's pairs along geodesics (metric inv).
+line between the losses of the ends. "heads not moved inside" has the rotation and the permutations of all kinds, but no
+group elements inside heads; "geodesic" leads attention's pairs along geodesics (metric inv).
 
 What is there is neither trained nor measured again. ``--report`` prints the table and draws the figure; ``--random N``
 aligns N pairs of small networks with random weights, and counts where all symmetries lead nearer than permutations.
@@ -275,12 +275,13 @@ def main() -> None:
     parser.add_argument("--ag-news", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     data = Data(options.mnist, options.ag_news)
     done = {(r["task"], r["width"], r["seed"], r["method"]) for r in recorded()}
     for width in options.widths:
-        for task in TASKS:
+        for task in options.tasks:
             for seed in range(2 * PAIRS):
                 one = Trained(task, width, seed)
                 path = options.out / f"{one}.safetensors"

@@ -10,8 +10,7 @@ in a shell:
 
 exit codes:
   0    everything was done
-  1    a checkpoint of a sweep failed, or what was verified is not a symmetry, or models are not one
-       function
+  1    a checkpoint of a sweep failed, what was verified is no symmetry, or two models are not one function
   2    the command was refused; one line on standard error says why
   130  interrupted
 """
