@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import default_forward, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import change
@@ -17,9 +17,6 @@ from quotient_manifolds.symmetries.modules import floats
 from quotient_manifolds.symmetries.whole import Alignment, align_models, canonical_form, independence_test
 
 from .models import LoadedModel
-
-#: Below this p-value networks are related.
-LEVEL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
         evidence += [f"{kind}: distance {x:.2g}, aligned {y:.2g}" for kind, x, y in distances.itertuples()]
         evidence += [f"between them: {', '.join(_between(a, b, found)) or 'nothing'}"] if near else []
     evidence += [f"formats: {'; '.join(formats)}"] if formats else []
-    verdict = "fine-tunes of one another, or of one model" if test.p_value < LEVEL else "unrelated"
+    verdict = "fine-tunes of one another, or of one model" if test.p_value < 1e-3 else "unrelated"
     # Outputs amplify the rounding of weights; those of another format may be anything.
     if apart <= tolerance or (near and (formats or not apart > 100 * tolerance)):
         verdict = "one function in two formats" if formats else "one function"
@@ -161,14 +158,14 @@ def _between(a: nn.Module, b: nn.Module, found: Alignment) -> list[str]:
         for x, y in zip(*forms, strict=True)
         if any(not torch.allclose(p.of(p.tensor), q.of(q.tensor)) for p, q in zip(x.constant, y.constant, strict=True))
     ]
-    Q, moves = found.element.stream, found.element.cells
-    if Q is not None and not torch.allclose(Q, torch.eye(len(Q), dtype=Q.dtype), atol=1e-3):
-        kinds.append("rotation of the stream")
-    for name, move in moves.items():
+    Q = found.element.stream
+    kinds += ["rotation of the stream"] * (Q is not None and not _is_identity(Q))
+    for name, move in found.element.cells.items():
         what = "neurons" if name.endswith("neurons") else "heads"
-        if not bool((move.order == torch.arange(len(move.order))).all()):
-            kinds.append(f"permutation of {what}")
-        moved = [A for A in move.inner if A is not None]
-        if not all(torch.allclose(A, torch.eye(A.shape[-1], dtype=A.dtype), atol=1e-3) for A in moved):
-            kinds.append(f"group elements of {what}")
+        kinds += [f"permutation of {what}"] * bool((move.order.diff() != 1).any())
+        kinds += [f"group elements of {what}"] * (not all(_is_identity(A) for A in move.inner if A is not None))
     return list(dict.fromkeys(kinds))
+
+
+def _is_identity(A: Tensor) -> bool:
+    return torch.allclose(A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device), atol=1e-3)
