@@ -17,32 +17,24 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gzip
 import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
-from _common import RESULTS
-from lora_text import ag_news
-from pretraining import windows
-from safetensors.torch import load_file, save_file
+from _apart import PAIRS, TASKS, WIDTHS, Data, Trained, loaded, scores_of, train
+from _common import RESULTS, interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.whole import align_models
 
-WIDTHS, PAIRS, HEADS, LAYERS = (64, 128, 256), 5, 4, 2
-TASKS = ("vit", "gpt")
-STEPS = {"vit": 800, "gpt": 600}
-BATCH = {"vit": 64, "gpt": 16}
-CONTEXT, TEST = 64, {"vit": 1000, "gpt": 250}
 #: What aligns the second network with the first; None leaves both as they are.
 METHODS: dict[str, tuple[str, ...] | None] = {
     "nothing": None,
@@ -53,121 +45,6 @@ METHODS: dict[str, tuple[str, ...] | None] = {
 }
 ALL = "all kinds"
 TIMES = tuple(i / 10 for i in range(11))
-
-
-class Trained(NamedTuple):
-    """One network: its task, width and seed; those with seeds 2 i and 2 i + 1 are a pair."""
-
-    task: str
-    width: int
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.task}-{self.width}-{self.seed}"
-
-
-def network(task: str, width: int) -> nn.Module:
-    """A transformer with random weights, without dropout."""
-    import transformers
-
-    if task == "vit":
-        return transformers.ViTForImageClassification(
-            transformers.ViTConfig(
-                hidden_size=width, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=4 * width,
-                image_size=28, patch_size=7, num_channels=1, num_labels=10, initializer_range=width**-0.5,
-            )
-        )  # fmt: skip
-    config = transformers.GPT2Config(
-        vocab_size=256, n_positions=CONTEXT, n_embd=width, n_layer=LAYERS, n_head=HEADS, tie_word_embeddings=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        bos_token_id=None, eos_token_id=None, initializer_range=width**-0.5,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
-
-
-def idx(path: Path) -> Tensor:
-    """Read a file of MNIST: its images or its labels."""
-    with gzip.open(path) as file:
-        numbers = np.frombuffer(file.read(), np.uint8)
-    rank = int(numbers[3])
-    sizes = numbers[4 : 4 + 4 * rank].view(">i4")
-    return torch.from_numpy(numbers[4 + 4 * rank :].reshape(tuple(sizes)).copy())
-
-
-@cache
-def digits(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Images (n, 1, 28, 28) with mean about 0 and deviation about 1, and labels."""
-    images = idx(folder / f"{split}-images-idx3-ubyte.gz")
-    return (images[:, None].float() / 255 - 0.13) / 0.31, idx(folder / f"{split}-labels-idx1-ubyte.gz").long()
-
-
-@cache
-def texts(folder: Path) -> tuple[Tensor, Tensor]:
-    """The bytes of the training and of the test texts."""
-    train, test = (
-        torch.frombuffer(bytearray("\n".join(text for text, _ in rows).encode()), dtype=torch.uint8).long()
-        for rows in ag_news(folder)
-    )
-    return train, test
-
-
-class Data(NamedTuple):
-    """Where the data are."""
-
-    mnist: Path
-    ag_news: Path
-
-    def batch(self, task: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw inputs and targets for a step of training."""
-        if task == "vit":
-            x, y = digits(self.mnist, "train")
-            chosen = torch.randint(len(y), (BATCH[task],), generator=generator)
-            return x[chosen], y[chosen]
-        text = texts(self.ag_news)[0]
-        drawn = windows(text, torch.randint(len(text) - CONTEXT, (BATCH[task],), generator=generator))
-        return drawn[:, :-1], drawn[:, 1:]
-
-    def test(self, task: str) -> tuple[Tensor, Tensor]:
-        """A fixed part of the test data: every tenth image, or windows at equal distances."""
-        if task == "vit":
-            x, y = digits(self.mnist, "t10k")
-            apart = len(y) // TEST[task]
-            return x[::apart], y[::apart]
-        text = texts(self.ag_news)[1]
-        drawn = windows(text, torch.arange(TEST[task]) * ((len(text) - CONTEXT - 1) // TEST[task]))
-        return drawn[:, :-1], drawn[:, 1:]
-
-
-def scores_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Logits (…, classes)."""
-    found: Tensor = model(x).logits
-    return found
-
-
-def train(one: Trained, data: Data, path: Path) -> None:
-    """Train a network, and save it."""
-    torch.manual_seed(one.seed)
-    model = network(one.task, one.width).train()
-    generator, steps = torch.Generator().manual_seed(1000 + one.seed), STEPS[one.task]
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.32 / one.width, total_steps=steps, pct_start=0.1)
-    for _ in range(steps):
-        x, y = data.batch(one.task, generator)
-        loss = F.cross_entropy(scores_of(model, x).flatten(0, -2), y.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    partial = path.with_suffix(".part")
-    save_file(model.state_dict(), partial)
-    partial.rename(path)  # a file that is there is whole
-
-
-def loaded(one: Trained, folder: Path) -> nn.Module:
-    """The network, as it was trained."""
-    model = network(one.task, one.width).eval()
-    model.load_state_dict(load_file(folder / f"{one}.safetensors"))
-    return model
 
 
 @torch.no_grad()
@@ -233,9 +110,18 @@ def compared(first: Trained, options: argparse.Namespace, data: Data, done: set[
         for name, path in paths.items():
             losses, errors = zip(*(measured(path(t), x, y) for t in TIMES), strict=True)
             ends = [copy.deepcopy(path(t)) for t in (0.0, 1.0)]
-            append({**first._asdict(), "method": name, "distance": apart(*ends), "losses": rounded(losses),
-                    "errors": rounded(errors), "barrier": excess(losses), "barrier_of_error": excess(errors),
-                    "seconds": seconds})  # fmt: skip
+            append(
+                {
+                    **first._asdict(),
+                    "method": name,
+                    "distance": apart(*ends),
+                    "losses": rounded(losses),
+                    "errors": rounded(errors),
+                    "barrier": excess(losses),
+                    "barrier_of_error": excess(errors),
+                    "seconds": seconds,
+                }
+            )
 
 
 def apart(one: nn.Module, other: nn.Module) -> float:
@@ -268,6 +154,100 @@ def recorded() -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def small(kind: str, seed: int) -> nn.Module:
+    """A small network with random weights, of an architecture for texts."""
+    import transformers
+
+    torch.manual_seed(seed)
+    name, activation = {"llama": ("Llama", "silu"), "bert": ("Bert", "gelu"), "opt": ("OPT", "relu")}[kind]
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    wide = {"ffn_dim": 32, "word_embed_proj_dim": 16, "activation_function": activation} if kind == "opt" else {}
+    wide |= {"num_key_value_heads": 2, "tie_word_embeddings": False} if kind == "llama" else {}
+    config = getattr(transformers, f"{name}Config")(
+        **sizes,
+        **wide,
+        **({} if kind == "opt" else {"intermediate_size": 32, "hidden_act": activation}),
+        max_position_embeddings=16,
+        pad_token_id=0,
+    )
+    model = getattr(transformers, {"bert": "BertModel"}.get(kind, f"{name}ForCausalLM"))(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn_like(p)
+    return model
+
+
+def random_pairs(number: int) -> None:
+    """Align pairs of networks with random weights by permutations and by all kinds; append a row for each."""
+    done = {(r["task"], r["seed"]) for r in recorded()}
+    for seed in range(0, 2 * number, 2):
+        kind = ("llama", "bert", "opt")[seed // 2 % 3]
+        if (f"random {kind}", seed) in done:
+            continue
+        one, other = small(kind, seed), small(kind, seed + 1)
+        for method in ("permutations", ALL):
+            start = time.process_time()
+            found = align_models(one, other, kinds=METHODS[method] or ())[1]
+            append(
+                {
+                    "task": f"random {kind}",
+                    "width": 16,
+                    "seed": seed,
+                    "method": method,
+                    "distance": round(found.distance / found.size, 4),
+                    "seconds": round(time.process_time() - start, 1),
+                }
+            )
+
+
+def nearer(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """In how many pairs all kinds lead at least as near as permutations alone, and of how many."""
+    by = {(r["task"], r["width"], r["seed"], r["method"]): r["distance"] for r in rows}
+    pairs = [key[:3] for key in by if key[3] == ALL]
+    return sum(by[(*pair, ALL)] <= by[(*pair, "permutations")] for pair in pairs), len(pairs)
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Print a table in Markdown: means over the pairs with t-intervals, and differences within pairs."""
+    table = pd.DataFrame([r for r in rows if "losses" in r])
+    print(
+        "| networks | width | pairs | aligned by | distance | barrier of the loss | of the error | against all kinds |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for (task, width), part in table.groupby(["task", "width"], sort=False):
+        whole = part[part.method == ALL].set_index("seed").barrier
+        for method, found in part.groupby("method", sort=False):
+            cells = [spread(found[name], n) for name, n in (("distance", 2), ("barrier", 2), ("barrier_of_error", 2))]
+            against = "" if method == ALL else spread(found.set_index("seed").barrier - whole, 2, "+")
+            print(f"| {task} | {width} | {len(found)} | {method} | {' | '.join(cells)} | {against} |")
+    print("\nAll kinds lead at least as near as permutations in {} of {} pairs.".format(*nearer(rows)))
+
+
+def spread(values: Any, digits: int, sign: str = "") -> str:
+    """Mean ± half-width of the 95 % t-interval."""
+    mean, half = interval(values)
+    return f"{mean:{sign}.{digits}f} ± {half:.{digits}f}"
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the mean excess of the loss along the path, a panel for each task and width."""
+    from sharpness.plots import figure
+
+    table = pd.DataFrame([r for r in rows if "losses" in r])
+    groups = list(table.groupby(["task", "width"], sort=False))
+    names = {"vit": "ViT, MNIST", "gpt": "GPT, bytes of AG News"}
+    shown = [m for m in (*METHODS, f"{ALL}, geodesic") if m != "canonical form"]
+    colours = dict(zip(shown, ("#999999", "#D55E00", "#E69F00", "#0072B2", "#009E73"), strict=True))
+    with figure(path, (5.2 * len(groups), 4.2), 1, len(groups)) as (_, grid):
+        for axis, ((task, width), part) in zip(grid.flat, groups, strict=True):
+            for method, style in zip(shown, ("-", "-.", "--", "-", ":"), strict=True):
+                losses = np.array(part[part.method == method].losses.tolist())
+                line = losses[:, :1] + np.array(TIMES) * (losses[:, -1:] - losses[:, :1])
+                axis.plot(TIMES, (losses - line).mean(0), style, color=colours[method], label=method)
+            axis.set(title=f"{names[task]}, width {width}", xlabel="t", ylabel="excess of the test loss (nats)")
+        grid.flat[0].legend()
+
+
 def main() -> None:
     """Train, align, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -276,7 +256,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
+    random_pairs(options.random)
+    if options.report:
+        report(recorded())
+        draw(recorded(), RESULTS.parent.parent / "docs" / "images" / "barriers.png")
+    if options.out is None:
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     data = Data(options.mnist, options.ag_news)
     done = {(r["task"], r["width"], r["seed"], r["method"]) for r in recorded()}

@@ -45,9 +45,16 @@ def small_network(seed: int) -> nn.Module:
 
     torch.manual_seed(seed)
     config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=32, n_layer=3, n_head=4, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=None, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=64,
+        n_positions=16,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.1,
+    )
     model = transformers.GPT2LMHeadModel(config).double().eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -129,12 +136,17 @@ def features(seed: int) -> list[dict[str, Any]]:
     for kind, (one, twin) in {**twins, "all folded": (model, folded), "another network": (model, other)}.items():
         change = (twin(words).logits - one(words).logits).abs().max() / one(words).logits.abs().max()
         found = align_models(one, twin)[1]
-        rows.append({
-            "part": "features", "seed": seed, "kind": kind, "change of outputs": float(f"{change:.1e}"),
-            "HuRef": round(similarity(huref(one), huref(twin)), 4),
-            "SELF": round(similarity(self_features(one), self_features(twin)), 4),
-            "ours": float(f"{found.distance / found.size:.1e}"),
-        })  # fmt: skip
+        rows.append(
+            {
+                "part": "features",
+                "seed": seed,
+                "kind": kind,
+                "change of outputs": float(f"{change:.1e}"),
+                "HuRef": round(similarity(huref(one), huref(twin)), 4),
+                "SELF": round(similarity(self_features(one), self_features(twin)), 4),
+                "ours": float(f"{found.distance / found.size:.1e}"),
+            }
+        )
     return rows
 
 
@@ -191,9 +203,18 @@ def kinship(folder: Path, texts: Path, out: Path) -> list[dict[str, Any]]:
     for one, other in itertools.combinations(nets, 2):
         start = time.process_time()
         found = independence_test(nets[one], nets[other])
-        rows.append({"part": "kinship", "one": one, "other": other, "p": found.p_value, "agreeing": found.agreeing,
-                     "neurons": found.neurons, "by chance": found.layers,
-                     "seconds": round(time.process_time() - start, 1)})  # fmt: skip
+        rows.append(
+            {
+                "part": "kinship",
+                "one": one,
+                "other": other,
+                "p": found.p_value,
+                "agreeing": found.agreeing,
+                "neurons": found.neurons,
+                "by chance": found.layers,
+                "seconds": round(time.process_time() - start, 1),
+            }
+        )
         print(rows[-1], flush=True)
     return rows
 
