@@ -226,6 +226,43 @@ def compare(
     return 0
 
 
+def same(one: str, other: str, *, model: str | None = None, out: Path | None = None) -> int:
+    """Say whether two models are one function, fine-tunes of one another, or unrelated.
+
+    Compare two models of one architecture modulo every symmetry: norms folded, streams
+    rotated, heads and neurons matched, heads moved by GL(h). Prints the verdict and the
+    evidence. The exit code is 1 if they are not one function.
+
+    in a shell:
+      sharpness same path/to/bert path/to/converted
+      sharpness same berts/one berts/two --out distances.csv
+
+    Parameters
+    ----------
+    one, other
+        Folders of transformers, or files of weights of --model.
+    model
+        What the weights belong to: the name of an open_clip or timm model, or module:function.
+    out
+        Table (.csv) of the distances by kind of weight, before and after the alignment, relative to all weights.
+    """
+    from .files import write_text
+    from .models import load
+    from .sameness import judge
+
+    if out is not None:
+        check_file(out)
+        check_apart(out, (one, other))
+    two = [load(name) if model is None else load(model, name) for name in (one, other)]
+    with naming(f"{one} and {other} cannot be compared"):
+        found = judge(*two)
+    say([found.verdict], "1")
+    print(*found.evidence, sep="\n")
+    if out is not None:
+        write_text(out, found.distances.to_csv(index_label="kind"))
+    return 0 if found.verdict.startswith("one function") else 1
+
+
 def symmetries(
     model: str,
     *,
