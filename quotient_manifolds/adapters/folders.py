@@ -18,7 +18,9 @@ try:
     from safetensors import safe_open
     from safetensors.torch import save
 except ImportError as error:
-    raise ImportError("adapters are read by safetensors; pip install 'quotient-manifolds[lora]'") from error
+    raise ImportError(
+        "adapters are read by safetensors: install the extra lora, pip install '.[lora]' in the checkout"
+    ) from error
 
 from ..linalg import in_double
 
