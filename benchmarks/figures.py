@@ -38,9 +38,7 @@ def main(folder: Path = IMAGES) -> None:
     geodesic_ablation.draw(rows("geodesic_ablation.json"), folder / "geodesic_ablation.png")
     logarithm.draw(rows("logarithm.json"), folder)
     texts = rows("lora_text.jsonl")
-    frame = pd.DataFrame(texts).drop(columns="losses")
-    lora_text_report.draw(texts, frame, folder / "lora_text.png")
-    lora_text_report.draw_ranks(frame, folder / "lora_rank.png")
+    lora_text_report.draw(texts, pd.DataFrame(texts).drop(columns="losses"), folder / "lora_text.png")
     sam.report(rows("sam.jsonl"), folder / "sam.png")
 
 

@@ -192,23 +192,6 @@ def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
         axes[1][0].legend(fontsize="x-small", loc="upper left")
 
 
-def draw_ranks(frame: pd.DataFrame, path: Path) -> None:
-    """Test loss against the rank at the learning rate of rank 4: AdamW and ours, with 95 % intervals over seeds."""
-    shown = {"AdamW": ("s", "#666666"), "QuotientAdam": ("o", "#0072B2"), "QuotientMuon": ("^", "#D55E00")}
-    with figure(path, (10, 3.6), 1, len(NAMES)) as (drawn, (axes,)):
-        for panel, (task, title) in zip(axes, NAMES.items(), strict=True):
-            for shift, (method, (marker, colour)) in zip((-0.08, 0, 0.08), shown.items(), strict=True):
-                final = frame[(frame.part == "final") & (frame.task == task) & (frame.method == method)]
-                means, around = zip(*(interval(losses(final, rank=rank)) for rank in RANKS), strict=True)
-                panel.errorbar(np.arange(len(RANKS)) + shift, means, around, marker=marker, color=colour, label=method,
-                               linewidth=2, markersize=7, capsize=4)  # fmt: skip
-            panel.set_xticks(range(len(RANKS)), RANKS)
-            panel.set(title=title, xlabel="rank")
-        axes[0].set_ylabel("test loss")
-        axes[0].legend()
-        drawn.suptitle("LoRA at the learning rate that was best at rank 4", fontsize="medium")
-
-
 def main() -> None:
     docs = RESULTS.parent.parent / "docs"
     parser = argparse.ArgumentParser(description=__doc__)
@@ -228,7 +211,6 @@ def main() -> None:
     lines += costs(frame)
     options.tables.write_text("\n".join(lines) + "\n")
     draw(rows, frame, options.figure)
-    draw_ranks(frame, options.figure.with_name("lora_rank.png"))
 
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ def sweep(config: Path, *, out: Path, shard: str = "1/1", quiet: bool = False) -
 
     Measure many checkpoints under several measures, radii and ablations. A JSON file
     says which; its keys are checkpoints, data, train, test, measures, rho, ablations,
-    baselines, initial, steps, relative_tol and device (docs/guides/sweeps.md). A sweep
+    baselines, initial, steps, relative_tol and device (docs/howto/scale.md). A sweep
     may be interrupted; the same command resumes it from the folder OUT. --shard splits
     the checkpoints among processes that share OUT. The exit code is 1 if a checkpoint
     failed.

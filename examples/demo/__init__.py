@@ -25,15 +25,15 @@ RADII = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv"
 
 #: Reparametrisations that leave the network's probabilities unchanged: their kind, their size, and their label.
 MOVES = {
-    "heads": (1.0, "attention heads, by invertible matrices"),
-    "gain": (1.0, "LayerNorm gains, against the next weights"),
-    "shift": (1.0, "LayerNorm shifts, against the next biases"),
+    "heads": (1.0, "invertible matrices in heads"),
+    "gain": (1.0, "LayerNorm gains and next weights"),
+    "shift": (1.0, "LayerNorm shifts and next biases"),
     "reader": (0.1, "null directions after LayerNorms"),
     "writer": (0.1, "null directions before LayerNorms"),
     "key bias": (1.0, "key biases"),
-    "value bias": (1.0, "value biases, against output biases"),
-    "embeddings": (1.0, "embeddings, against each other"),
-    "classes": (0.1, "a constant added to every score"),
+    "value bias": (1.0, "value biases and output biases"),
+    "embeddings": (1.0, "embeddings that are added"),
+    "classes": (0.1, "a constant in all scores"),
     "rotation": (1.0, "rotation of the residual stream"),
 }
 

@@ -1,0 +1,43 @@
+"""Whether a page shows what its code prints: words exactly, numbers as far as the page promises."""
+
+import doctest
+import re
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+SETTINGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def numbers(line):
+    return [float(n.replace(",", "")) for n in NUMBER.findall(line)]
+
+
+def masked(text):
+    return NUMBER.sub("#", text)
+
+
+def tolerance(options):
+    """Read what stands behind the language of a block: nothing, ``words``, or such as ``within 20 %``."""
+    found = re.fullmatch(r"within (\d+) %", options)
+    assert found or options in ("", "words"), f"{options!r}: a block is text, text words, or text within N %"
+    return float(found[1]) / 100 if found else None
+
+
+def same(shown, printed, options=""):
+    """Compare; ``...`` stands for anything. Of lines with ``...`` and of ``text words`` numbers are not compared."""
+    allowed = tolerance(options)
+    if not options:
+        return doctest.OutputChecker().check_output(shown, printed, SETTINGS)
+    if not doctest.OutputChecker().check_output(masked(shown), masked(printed), SETTINGS):
+        return False
+    if allowed is None:
+        return True
+    lines = iter(printed.splitlines())
+    for line in filter(numbers, (v for v in shown.splitlines() if "..." not in v)):
+        pattern = masked(line).split()
+        found = next((v for v in lines if masked(v).split() == pattern), None)
+        if found is None:
+            return False
+        for a, b in zip(numbers(line), numbers(found), strict=True):
+            if abs(a - b) > allowed * max(abs(a), abs(b)):
+                return False
+    return True
