@@ -1,4 +1,4 @@
-"""Does LoRA's learning rate, found at rank 4, serve at rank 64? AdamW and ``QuotientAdam`` on a model and texts of yours.
+"""Does LoRA's learning rate, found at rank 4, serve at rank 64? AdamW and ``QuotientAdam`` on your model and texts.
 
 ``python examples/lora_rank.py path/to/bert train.tsv`` tries three learning rates at rank 4 for each optimiser, takes
 the one with the smallest loss on held-out texts, and trains rank 64 with it. Eight runs of 120 steps, about half a
@@ -63,12 +63,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         subset_seed=0, max_length=32,
     )  # fmt: skip
     found = {}
-    print("held-out loss   at rank 4, learning rate " + "".join(f"{lr:<9g}" for lr in RATES) + "at rank 64, the best of these")
+    print("held-out loss " + "".join(f"{f'lr {lr:g}':>9}" for lr in RATES) + " at rank 4, rank 64 at the best lr")
     for name, make in (("AdamW", adamw), ("QuotientAdam", ours)):
         losses = {lr: train(options.model, data, make, lr, 4) for lr in RATES}
         best = min(losses, key=lambda lr: losses[lr])
         found[name] = train(options.model, data, make, best, 64)
-        print(f"{name:<41}" + "".join(f"{loss:<9.3f}" for loss in losses.values()) + f"{found[name]:.3f}  ({best:g})")
+        shown = "".join(f"{loss:>9.3f}" for loss in losses.values())
+        print(f"{name:<14}{shown} {'':<11}{found[name]:>8.3f} at {best:g}")
     return found
 
 
