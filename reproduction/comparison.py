@@ -19,7 +19,7 @@ import scipy.optimize
 
 from sharpness.measures import MEASURES
 from sharpness.study import targets
-from sharpness.study.run import Row, label
+from sharpness.study.rows import Row, label
 
 from .statistics import Correlation, kendall, kendall_difference, kendall_family
 

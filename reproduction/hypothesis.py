@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sharpness.study import targets
-from sharpness.study.run import Row
+from sharpness.study.rows import Row
 
 from .comparison import CONTROLS, curves
 from .statistics import Correlation, kendall

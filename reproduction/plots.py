@@ -16,7 +16,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from quotient_manifolds.symmetries import ModelDistance
 from sharpness.plots import COLOURS, MARKERS, figure
 from sharpness.study import TARGETS, measurements, tables, targets
-from sharpness.study.run import Row
+from sharpness.study.rows import Row
 
 from .comparison import Ranking, compare
 

@@ -134,13 +134,13 @@ def build(folder):
 
 def taken_for_granted(page):
     """Names that a page uses without a definition, because its reader has them."""
-    if page in ("README.md", "docs/guides/optim.md"):
+    if page == "docs/howto/lora.md":
         import peft
 
         base = bert()
         lora = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["query"]))
-        return {"model": lora, "base": base, "peft": peft} if page.endswith("optim.md") else {}
-    if page in ("docs/guides/symmetries.md", "docs/guides/sharpness.md", "docs/guides/sam.md"):
+        return {"model": lora, "base": base, "peft": peft}
+    if page in ("docs/guides/symmetries.md", "docs/guides/sharpness.md", "docs/howto/sam.md"):
         from . import networks
 
         class MyAttention(torch.nn.Module):

@@ -35,7 +35,7 @@ WIDEST = 84
 SHORTER = [
     ("--models 24", "--models 4 --epochs 1 1"),
     ("--num-examples 2048", "--num-examples 8"),
-    ("--num-examples 512", "--num-examples 32"),
+    ("--num-examples 512", "--num-examples 32 --batch-size 16"),
 ]
 
 
@@ -162,8 +162,7 @@ def test_output_is_compared_as_far_as_a_page_promises():
     assert not same("loss 0.50\n", "loss 0.51\n")
     assert same("loss 0.50\n", "loss 0.51\n", "within 5 %")
     assert not same("loss 0.50\n", "loss 0.60\n", "within 5 %")
-    assert same("a 1\n...\nb 2\n", "a 1\nx 7\nb 2\n", "within 5 %")
-    assert not same("a 1\n...\nb 2\n", "a 1\nx 7\nb 3\n", "within 5 %")
+    assert not same("loss 0.50\n", "error 0.50\n", "within 5 %")
     assert same("loss 0.5\n", "loss 7.25\n", "words")
     assert not same("loss 0.5\n", "error 0.5\n", "words")
     with pytest.raises(AssertionError, match="text words"):

@@ -115,8 +115,7 @@ def read(folder: str | os.PathLike[str]) -> Adapter:
         from safetensors import safe_open
     except ImportError as error:
         raise ImportError(
-            "adapters are read by safetensors: install the extra lora, pip install '.[lora]' in the checkout of "
-            "quotient-manifolds"
+            "adapters are read by safetensors: install the extra lora, pip install '.[lora]' in the checkout"
         ) from error
     try:
         config = json.loads((folder / CONFIG).read_text(), object_hook=_ordered)
