@@ -142,6 +142,7 @@ def test_the_code_of_a_page_runs(page, world, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     sys.modules.pop("mine", None)
+    warnings.simplefilter("ignore")
     play(page, {"__name__": "page", **docs_world.taken_for_granted(name)}, capsys)
 
 
