@@ -106,22 +106,21 @@ def plan_of(
 
     if data is None:
         raise ValueError("give the data with --data, or a configuration that ends in .json in place of the checkpoints")
-    named = {} if model is None else {"model": model}
     own = {k: chosen.pop(k) for k in [*chosen] if k in DataChoice.__dataclass_fields__}
-    plan = {
-        "checkpoints": [{"path": glob.escape(path) if Path(path).exists() else path, **named} for path in paths],
-        "data": {"source": data, **own},
-        "measures": measure,
-        "rho": rho or {},
-        "micro_batch": micro_batch,
-        "device": device,
-        **chosen,
-    }
-    if test is not None:  # all of it
-        plan["test"] = {
-            k: v for k, v in {**own, "source": test}.items() if k not in ("num_examples", "batches", "subset_seed")
+    patterns = (glob.escape(path) if Path(path).exists() else path for path in paths)
+    whole = {**own, "source": test, "num_examples": None, "batches": None, "subset_seed": None}
+    return planned(
+        {
+            "checkpoints": [{"path": pattern, "model": model} for pattern in patterns],
+            "data": {**own, "source": data},
+            "test": whole if test else None,
+            "measures": measure,
+            "rho": rho or {},
+            "micro_batch": micro_batch,
+            "device": device,
+            **chosen,
         }
-    return planned(plan)
+    )
 
 
 def table(
