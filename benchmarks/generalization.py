@@ -48,7 +48,7 @@ from sharpness import Measure
 from sharpness.data import DataChoice
 from sharpness.files import write_json, write_text
 from sharpness.study import read_config, read_rows, run_sweep
-from sharpness.study.run import Row, label
+from sharpness.study.rows import Row, label
 
 DOCS = RESULTS.parent.parent / "docs"
 #: Test examples of each collection, and shifted ones.

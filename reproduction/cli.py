@@ -63,7 +63,7 @@ def add_finetune(commands: Any) -> None:
     finetune.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
     finetune.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
     finetune.add_argument("--test", help="test data, for the configuration")
-    add_arguments(finetune, DataChoice, skip=("source", "batch_size", "batches"))
+    add_arguments(finetune, DataChoice, "data", skip=("source", "batch_size", "batches"))
     finetune.add_argument("--models", type=count, default=24, help="how many")
     finetune.add_argument(
         "--vary", choices=["recipe", "seed"], default="recipe", help="what differs between the models"

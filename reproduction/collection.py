@@ -116,6 +116,8 @@ def train_collection(
     if not todo and config.is_file():
         return config
     training, names = _training(loaded, data)
+    if test is not None:  # that it has another column must not be told after the training
+        load_examples(test, replace(loaded, labels=names or loaded.labels))
     folder.mkdir(parents=True, exist_ok=True)
     if not config.is_file():
         write_json(config, _config(loaded, model, checkpoint, data, test, min(points, len(training.labels))))

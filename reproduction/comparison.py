@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharpness.study import targets
-from sharpness.study.run import Row, label
+from sharpness.study.rows import Row, label
 
 from .statistics import Correlation, kendall, kendall_family
 

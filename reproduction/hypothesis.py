@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from sharpness.study import targets
-from sharpness.study.run import Row
+from sharpness.study.rows import Row
 
 from .comparison import CONTROLS, curves
 from .statistics import Correlation, kendall

@@ -19,7 +19,7 @@ from sharpness.measuring import RadiusError
 from sharpness.models import load
 from sharpness.results import LEAVES
 from sharpness.study import Checkpoint, Sweep, read_config, read_rows
-from sharpness.study.run import Row
+from sharpness.study.rows import Row
 
 __all__ = ["LEVELS", "PRIMARY", "choose_radii", "median_models", "radius_at", "radius_of_levels", "tested"]
 

@@ -21,7 +21,7 @@ from sharpness.models import load, load_state_dict
 from sharpness.plots import COLOURS, figure
 from sharpness.results import LEAVES
 from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_rows, run_sweep, targets
-from sharpness.study.run import Row
+from sharpness.study.rows import Row
 
 from .baselines import distance, geodesic_distance
 from .comparison import CONTROLS, Ranking, compare, curves

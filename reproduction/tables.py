@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from sharpness.files import write_text
-from sharpness.study.run import Row
+from sharpness.study.rows import Row
 from sharpness.study.tables import FEWEST_MODELS
 
 from .comparison import BASELINES, CONTROLS, Ranking

@@ -20,7 +20,7 @@ from sharpness.data import DataChoice
 from sharpness.files import check_folder, write_json
 from sharpness.study import read_config, run_sweep
 from sharpness.study.plan import shard_of
-from sharpness.study.run import Row
+from sharpness.study.rows import Row
 
 from .collection import train_collection
 from .recipes import Recipe, random_recipe

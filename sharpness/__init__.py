@@ -1,14 +1,18 @@
 """Geodesic sharpness of transformers: the worst rise of the loss within a geodesic ball of the quotient."""
 
-from .ascent import Search
-from .direction import Direction, Profile, perturbed, profile
-from .evaluation import evaluate, gradient_norm, hessian
-from .hessian import HessianOperator
-from .measures import MEASURES, Measure, get_measure
-from .results import BatchResult, SharpnessResult
-from .sam import GeodesicSAM
-from .shares import LayerShare, LayerShares
-from .space import WeightSpace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .curvature import HessianOperator
+    from .direction import Direction, Profile, perturbed, profile
+    from .evaluation import evaluate, gradient_norm, hessian
+    from .measures import MEASURES, Measure, get_measure
+    from .options import Search
+    from .results import BatchResult, SharpnessResult
+    from .sam import GeodesicSAM
+    from .shares import LayerShare, LayerShares
+    from .space import WeightSpace
 
 __all__ = [
     "MEASURES",
@@ -30,3 +34,12 @@ __all__ = [
     "perturbed",
     "profile",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch with the first name that needs it, which the parser of the command line does not."""
+    for file in (".evaluation", ".direction", ".measures", ".results", ".sam", ".space") if name in __all__ else ():
+        module = import_module(file, __name__)
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

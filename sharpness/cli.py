@@ -1,11 +1,12 @@
 """Measure the sharpness of transformers: by how much the loss can rise within a ball around the weights.
 
-Weights that compute the same function because attention heads were moved get the same value.
+The ball is measured so that attention heads with other factors of the same products get
+the same value (complete-inv: so that every known symmetry leaves it as it is).
 
 in a shell:
   sharpness demo
   sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512
-  sharpness sweep sweep.json --out results
+  sharpness sweep path/to/bert berts/one --data dev.tsv --text sentence --out results
 
 exit codes:
   0    everything was done
@@ -25,36 +26,63 @@ import traceback
 import typing
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn
 
-from . import commands
-from .ascent import Search
-from .data import DataChoice
-from .errors import EXPECTED, words_of
+from . import commands, sweeps
+from .errors import EXPECTED, painted, words_of
+from .options import DataChoice, Search
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with one-line error messages, whose texts are shown as they are."""
+    """A parser with one-line error messages, which know similar words, and texts that are shown as they are."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what is left over by the command that was given it, not by the one above."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return found, left
+
     def error(self, message: str) -> NoReturn:
         """Exit with a one-line message and exit code 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+        known = [*self._option_string_actions, *(str(c) for a in self._actions for c in a.choices or ())]
+        wrong = re.search(r"(?:invalid choice|unrecognized arguments): '?([^'\s=]+)", message)
+        close = get_close_matches(wrong[1], known, 1) if wrong else []
+        tip = f" (did you mean {close[0]}?)" if close else ""
+        self.exit(
+            2,
+            painted(f"{self.prog}: {' '.join(message.split())}{tip}; see {self.prog} --help", "31", sys.stderr) + "\n",
+        )
 
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     description, _, epilog = __doc__.partition("\n\nin a shell:")
-    top = Parser("sharpness", description=description, epilog=f"in a shell:{epilog}")
-    added = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    more = {commands.symmetries: (DataChoice,), commands.run: (DataChoice, Search)}
-    for name in ("demo", "symmetries", "canonicalize", "run", "sweep", "table", "plot"):
-        function = getattr(commands, name)
-        add_command(added, function, *more.get(function, ()))
+    top = Parser(
+        "sharpness", description=description, epilog=f"in a shell:{epilog}", usage="%(prog)s COMMAND [OPTIONS]"
+    )
+    top.add_argument("--version", action="version", version=f"sharpness {version('quotient-manifolds')}")
+    added = top.add_subparsers(title="commands", metavar="COMMAND", prog=top.prog)
+    data: dict[str, Any] = {"data": DataChoice}
+    first = {
+        commands.run: data,
+        sweeps.sweep: {"without a configuration": sweeps.plan_of, **data},
+        commands.symmetries: data,
+    }
+    last = {commands.run: {"search": Search}, sweeps.sweep: {"search": Search}}
+    one, many = (
+        (commands.compare, commands.symmetries, commands.canonicalize, commands.env),
+        (sweeps.table, sweeps.plot),
+    )
+    for function in (commands.demo, commands.run, sweeps.sweep, *many, *one):
+        add_command(added, function, {**first.get(function, {}), "options": function, **last.get(function, {})})
     return top
 
 
@@ -62,6 +90,9 @@ def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | 
     """Run the command line, by default that of the process; every error is reported in one line, with exit code 2."""
     top = parser() if top is None else top
     options = top.parse_args(arguments)
+    if not hasattr(options, "run"):
+        top.print_help()
+        return 0
     options.command = shlex.join([top.prog, *(sys.argv[1:] if arguments is None else arguments)])
     try:
         with warnings.catch_warnings():
@@ -74,37 +105,54 @@ def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | 
     except Exception as error:
         if not isinstance(error, EXPECTED):
             traceback.print_exc()
-        print(f"{top.prog}: {words_of(error)}", file=sys.stderr)
+        print(painted(f"{top.prog}: {words_of(error)}", "31", sys.stderr), file=sys.stderr)
         return 2
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def add_command(commands: Any, function: Callable[..., int], *more: Callable[..., Any]) -> None:
-    """Add a command: a function with the options of classes, which it takes as ``**`` too.
+def add_command(commands: Any, function: Callable[..., int], groups: Mapping[str, Callable[..., Any]]) -> None:
+    """Add a command: a function, in groups with titles among those of the classes whose options it takes as ``**``.
 
     Its help is the docstring: a line, a paragraph, how to type it, and the parameters.
     """
     words, text, shown = str(inspect.getdoc(function)).partition("\n\nParameters\n")[0].split("\n\n")
+    needed = [
+        p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD
+    ]
+    usage = [p.name.upper() if p.kind != p.KEYWORD_ONLY else f"--{p.name} {p.name.upper()}" for p in needed]
     command = commands.add_parser(
-        function.__name__, help=words[0].lower() + words[1:-1], description=text, epilog=shown
+        function.__name__,
+        help=words[0].lower() + words[1:-1],
+        description=text,
+        epilog=shown,
+        add_help=False,
+        usage=" ".join(["%(prog)s", *usage, "[OPTIONS]"]),
     )
     taken: set[str] = set()
-    for described in (function, *more):
-        add_arguments(command, described, skip=("source", "command", *taken))
+    for title, described in groups.items():
+        group = add_arguments(command, described, title, skip=("source", "paths", "command", *taken))
         taken |= inspect.signature(described).parameters.keys()
+        if described is function:
+            group.add_argument("-h", "--help", action="help", help="Show this text.")
     command.set_defaults(run=lambda options: function(**{k: v for k, v in vars(options).items() if k in taken}))
 
 
-def add_arguments(command: argparse.ArgumentParser, described: Callable[..., Any], skip: Collection[str] = ()) -> None:
-    """Add an argument for each parameter of a function or a class, with its type, default, and help by the docstring.
+def add_arguments(
+    command: argparse.ArgumentParser, described: Callable[..., Any], title: str, skip: Collection[str] = ()
+) -> Any:
+    """Add a group of an argument for each parameter of a function or class: its type, its default, and its docstring.
 
     Parameters without a default are positional, unless the function takes them by keyword only.
     """
     entries = re.findall(r"^(\w[\w, ]*?)(?: : .*)?\n((?: {4}.*\n?)+)", inspect.getdoc(described) or "", re.MULTILINE)
-    helps = {name: " ".join(text.split()).replace("%", "%%") for names, text in entries for name in names.split(", ")}
-    kinds = typing.get_type_hints(described)
+    helps = {
+        name: re.sub(r":\w+:`(.*?)`", r"\1", " ".join(text.split())).replace("%", "%%")
+        for names, text in entries
+        for name in names.split(", ")
+    }
+    kinds, group = typing.get_type_hints(described), command.add_argument_group(title)
     for name, parameter in inspect.signature(described).parameters.items():
         if name in skip or parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
@@ -112,12 +160,15 @@ def add_arguments(command: argparse.ArgumentParser, described: Callable[..., Any
         if isinstance(shown, (int, float, str, Path, tuple)) and not isinstance(shown, bool) and shown != ():
             helps[name] += f" (default: {' '.join(shown) if isinstance(shown, tuple) else shown})"
         options = {"default": argparse.SUPPRESS, "help": helps[name], **_reading(kinds[name], parameter.default)}
+        if "action" not in options and len(options.get("choices", range(9))) > 5:
+            options["metavar"] = name.upper()
         required = parameter.default is inspect.Parameter.empty
         if required and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            command.add_argument(name, metavar=name.upper(), **options)
+            command.add_argument(name, **options)
         else:
             flag = "no-" * (options.get("action") == "store_false") + name.replace("_", "-")
-            command.add_argument(f"--{flag}", dest=name, required=required, **options)
+            group.add_argument(f"--{flag}", dest=name, required=required, **options)
+    return group
 
 
 def _reading(kind: Any, default: Any) -> dict[str, Any]:

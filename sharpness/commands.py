@@ -1,32 +1,25 @@
-"""The commands: each is a function, whose parameters are its options and whose docstring is its help."""
+"""The commands: each is a function, whose parameters are its options and whose docstring is its help.
+
+What imports torch is imported by a command, so that the parser does not wait for it.
+"""
 
 from __future__ import annotations
 
+import math
+import platform
 import shutil
-import sys
 from dataclasses import asdict, fields
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+from .errors import naming, require_extra, say
+from .files import check_apart, check_file, write_json
+from .options import DataChoice, Search
 
-from quotient_manifolds.symmetries import check_coverage, default_forward, find_symmetric_pairs
-from quotient_manifolds.symmetries import verify as verify_pairs
-from quotient_manifolds.symmetries.whole import canonical_form, canonicalize_, verify_whole
-
-from . import models, plots, study
-from .ascent import Search
-from .data import DataChoice
-from .distributed import World, torchrun
-from .errors import naming, require_extra
-from .files import check_apart, check_file, check_folder, write_json
-from .measures import LOCAL, checked_radii, measure_of
-from .results import SharpnessResult
-from .study.plan import as_data, of_model, places
-from .study.run import measured, versions, write_results
-from .study.tables import CONTROLS, FEWEST_MODELS, one_radius
-
-Target = Literal["gap", "loss-gap", "test-error", "test-loss"]
+if TYPE_CHECKING:
+    from .results import SharpnessResult
 
 
 def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
@@ -52,6 +45,185 @@ def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool =
     from .demo import run
 
     run(seed=seed, out=out, progress=not quiet)
+    return 0
+
+
+def run(
+    model: str,
+    data: str,
+    *,
+    measure: tuple[str, ...] = ("geodesic-inv",),
+    rho: tuple[float, ...] | None = None,
+    out: Path | None = None,
+    report: Path | None = None,
+    checkpoint: str | None = None,
+    micro_batch: int | None = None,
+    device: str = "cpu",
+    normalize_logits: bool = False,
+    verbose: bool = False,
+    quiet: bool = False,
+    command: str = "",
+    **chosen: Any,
+) -> int:
+    """Measure the sharpness of a model on data.
+
+    Measure by how much the loss of a model on data can rise within a ball around its
+    weights. Under torchrun (torchrun --nproc-per-node N -m sharpness run ...) the work is
+    spread over the processes, with the same result.
+
+    in a shell:
+      sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512 --out result.json
+      sharpness run path/to/vit images/train --num-examples 512 --measure geodesic-inv adaptive --report report.html
+      sharpness run mine:model mine:batches --measure adaptive --rho 0.2 0.5
+
+    Parameters
+    ----------
+    model
+        A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
+    data
+        Images: a folder of class folders; text: a .tsv, .csv, .jsonl or .parquet table; a folder saved by datasets
+        (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of transformers; or
+        module:function, a function of yours that returns batches.
+    measure
+        One or several of geodesic-inv, geodesic-mix, complete-inv, complete-mix (default radius 0.1), adaptive (0.5),
+        euclidean (0.05), and gradient-norm, riemannian-hessian, euclidean-hessian, which have no radius.
+    rho
+        Radii of the ball, by default the measure's own.
+    out
+        JSON file for results, command, versions and digests.
+    report
+        HTML file with the results, figures of the worst directions and all settings.
+    checkpoint
+        Local weights for a named model (.safetensors, or a state dict saved by torch).
+    micro_batch
+        Pass so many examples at a time, to save memory.
+    device
+        cpu or cuda.
+    normalize_logits
+        Divide every example's logits by their standard deviation over the classes.
+    verbose
+        Print also how it was measured.
+    quiet
+        Show no progress.
+    """
+    from . import losses, models, plots
+    from .distributed import World, torchrun
+    from .measures import checked_radii, measure_of
+    from .results import summary
+    from .study.plan import as_data, of_model, places
+    from .study.run import measured, versions
+
+    search = Search(**{f.name: chosen.pop(f.name) for f in fields(Search) if f.name in chosen})
+    choice, passes = DataChoice(data, **chosen), {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
+    for name in measure:
+        checked_radii(measure_of(name), rho)
+    for path in filter(None, (out, report)):
+        check_file(path)
+        check_apart(path, [*places(model), checkpoint], places(data))
+    if report is not None:
+        with require_extra("a report needs matplotlib and pandas", "plot"):
+            import matplotlib  # noqa: F401
+            import pandas  # noqa: F401
+    with torchrun(where := models.checked_device(device)) as group:
+        leader = World(group).rank == 0
+        loaded = models.load(model, checkpoint)
+        if checkpoint is None and loaded.folder is None and ":" not in model:
+            raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
+        network, batches = loaded.model.to(where), choice.load(loaded, where)
+        remarks, how = [*loaded.remarks, *batches.remarks], {**asdict(search), **passes}
+        written: dict[str, Any] = {"command": command, "versions": versions(), "settings": how, "remarks": remarks}
+        say((f"- {remark}" for remark in remarks if leader), "33")
+        results, guessing = list[Any](), 0.0
+        if leader and (out or report):
+            written["data"] = as_data(choice)
+            written["model"] = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
+        for name in measure:
+            with naming(f"{model} on {data}"):
+                shown: dict[str, Any] = {"ablation": {}, "rho": rho, "progress": leader and not quiet}
+                results.append(result := measured(name, network, batches, group=group, **how, **shown))
+            if leader:
+                guessing = guessing or losses.loss_of_guessing(network, batches[0], micro_batch)
+                _print(result, guessing, verbose=verbose)
+                if out is not None:
+                    found = [{"quantity": n, **r.to_dict()} for n, r in zip(measure, results, strict=False)]
+                    write_json(out, {**written, "results": found})
+        if leader:
+            if table := summary(results):
+                print(table)
+            if report is not None:
+                plots.write_report(report, network, batches[0], results, written, **passes)
+                print(f"report: {report}")
+    return 0
+
+
+def _print(result: SharpnessResult, guessing: float, *, verbose: bool) -> None:
+    """Print what was found, what to compare it with, and what limits it."""
+    from .results import REFERENCE, doubts, headline, settings
+
+    low, high = REFERENCE.get(result.measure.name, (0.0, 0.0))
+    remarks = [*doubts(result), *result.remarks]
+    for part in (result[rho] for rho in result.rhos):
+        say([headline(part)], "1")
+        base, worst = (fmean(getattr(b, name) for b in part.batches) for name in ("base_loss", "worst_loss"))
+        if part.statistic == "worst" and high and part.rhos[0] == result.measure.rho and math.isfinite(guessing):
+            say([f"  for comparison: {low:.2f} to {high:.2f} nats at this radius in five small models"], "2")
+        if part.rhos[0] and base < guessing < worst:
+            remarks.append(
+                f"at ρ = {part.rhos[0]:g} the ball reaches models that guess: the largest loss is {worst:.2f}, that of "
+                f"guessing among {math.exp(guessing):.0f} classes {guessing:.2f}; try a smaller radius"
+            )
+    if verbose:
+        say([f"  {settings(result)}"], "2")
+    say((f"- {remark}" for remark in remarks), "33")
+
+
+def compare(
+    one: str,
+    other: str,
+    *,
+    model: str | None = None,
+    metric: Literal["inv", "mix"] = "inv",
+    match: Literal["none", "heads"] = "none",
+) -> int:
+    """Print the distance of two models, on the quotient of their attention heads.
+
+    Print how far two models of one architecture lie apart, modulo the symmetry of every
+    attention head and of LoRA: in all, and for the heads of every layer. Weights outside
+    of heads are not compared.
+
+    in a shell:
+      sharpness compare berts/one berts/two
+      sharpness compare before.pt after.pt --model mine:model --match heads
+
+    Parameters
+    ----------
+    one, other
+        Folders of transformers, or files of weights of --model.
+    model
+        What the weights belong to: the name of an open_clip or timm model, or module:function.
+    metric
+        Of the heads: inv or mix.
+    match
+        heads: compare each head with the one of its layer that is most like it, for models trained independently.
+    """
+    from quotient_manifolds.symmetries import model_distance
+
+    from .models import load
+    from .results import aligned
+
+    two = [load(name).model if model is None else load(model, name).model for name in (one, other)]
+    with naming(f"{one} and {other} cannot be compared"):
+        found = model_distance(*two, metric=metric, match=match)
+    known = [p for p in found.pairs if not math.isnan(p.distance)]
+    say([f"distance {found.total:.4g} ({metric}) on {len(known)} pairs"], "1")
+    layers: dict[str, dict[str, float]] = {}
+    for p in known:
+        of_layer = layers.setdefault(p.module, {})
+        of_layer[p.kind] = math.hypot(of_layer.get(p.kind, 0.0), p.distance)
+    kinds = list(dict.fromkeys(p.kind for p in known))
+    rows = [[layer, *(f"{d[kind]:.4g}" if kind in d else "" for kind in kinds)] for layer, d in layers.items()]
+    print(aligned([["layer", *kinds], *rows]))
+    say((f"- not compared: {name}: {reason}" for name, reason in found.skipped.items()), "33")
     return 0
 
 
@@ -87,7 +259,13 @@ def symmetries(
     complete
         Count every continuous symmetry, by kind.
     """
-    loaded = models.load(model, checkpoint)
+    from quotient_manifolds.symmetries import check_coverage, default_forward, find_symmetric_pairs
+    from quotient_manifolds.symmetries import verify as verify_pairs
+    from quotient_manifolds.symmetries.whole import canonical_form, verify_whole
+
+    from .models import load
+
+    loaded = load(model, checkpoint)
     network, batch = loaded.model, loaded.example
     if data is not None:
         batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
@@ -122,6 +300,12 @@ def canonicalize(model: str, *, out: Path) -> int:
     out
         New folder to write.
     """
+    import torch
+
+    from quotient_manifolds.symmetries.whole import canonicalize_
+
+    from . import models
+
     loaded = models.load(model)
     network: Any = loaded.model
     if loaded.folder is None or loaded.example is None:
@@ -146,231 +330,21 @@ def canonicalize(model: str, *, out: Path) -> int:
     return 0
 
 
-def run(
-    model: str,
-    data: str,
-    *,
-    checkpoint: str | None = None,
-    measure: tuple[str, ...] = ("geodesic-inv",),
-    rho: tuple[float, ...] | None = None,
-    micro_batch: int | None = None,
-    normalize_logits: bool = False,
-    device: str = "cpu",
-    out: Path | None = None,
-    figures: Path | None = None,
-    quiet: bool = False,
-    command: str = "",
-    **chosen: Any,
-) -> int:
-    """Measure the sharpness of a model on data.
+def env() -> int:
+    """Print the versions of everything that results depend on.
 
-    Measure by how much the loss of a model on data can rise within a ball around its weights. Under torchrun
-    (torchrun --nproc-per-node N -m sharpness run ...) the work is spread over the processes, with the same result.
+    Print the versions of Python and of the libraries, and the device, for a report of
+    a defect.
 
     in a shell:
-      sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512 --out result.json
-      sharpness run path/to/vit images/train --num-examples 512 --measure geodesic-inv adaptive
-      sharpness run mine:model mine:batches --measure adaptive --rho 0.2 0.5
-
-    Parameters
-    ----------
-    model
-        A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
-    data
-        Images: a folder of class folders; text: a .tsv, .csv, .jsonl or .parquet table; a folder saved by datasets
-        (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of transformers; or
-        module:function, a function of yours that returns batches.
-    checkpoint
-        Local weights for a named model (.safetensors, or a state dict saved by torch).
-    measure
-        One or several of geodesic-inv, geodesic-mix, complete-inv, complete-mix, adaptive, euclidean, gradient-norm,
-        riemannian-hessian, euclidean-hessian.
-    rho
-        Radii of the ball, by default the measure's own (0.05 to 0.5); gradient norms and Hessians have none.
-    micro_batch
-        Pass so many examples at a time, to save memory.
-    normalize_logits
-        Divide every example's logits by their standard deviation over the classes.
-    device
-        cpu or cuda.
-    out
-        JSON file for results, command, versions and digests.
-    figures
-        Folder for figures of the worst direction and of the pairs.
-    quiet
-        Show no progress.
+      sharpness env
     """
-    search = Search(**{f.name: chosen.pop(f.name) for f in fields(Search) if f.name in chosen})
-    choice = DataChoice(data, **chosen)
-    passes: dict[str, Any] = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
-    settings = {**asdict(search), **passes, "ablation": {}, "rho": rho, "keep_directions": figures is not None}
-    for name in measure:
-        checked_radii(measure_of(name), rho)
-    _check_targets(model, data, checkpoint, out, figures)
-    with torchrun(where := models.checked_device(device)) as group:
-        leader = World(group).rank == 0
-        loaded = models.load(model, checkpoint)
-        if checkpoint is None and loaded.folder is None and ":" not in model:
-            raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
-        network, batches = loaded.model.to(where), choice.load(loaded, where)
-        remarks = [*loaded.remarks, *batches.remarks]
-        written: dict[str, Any] = {"remarks": remarks, "results": []}
-        print(*(f"{remark}\n" for remark in remarks if leader), sep="", end="", flush=True)
-        if leader and out is not None:
-            written |= {"command": command, "versions": versions(), "data": as_data(choice)}
-            written["model"] = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
-        for name in measure:
-            with naming(f"{model} on {data}"):
-                result = measured(name, network, batches, group=group, progress=leader and not quiet, **settings)
-            written["results"].append({"quantity": name, **result.to_dict()})
-            if leader:
-                print(result, end="\n\n", flush=True)
-                if out is not None:
-                    write_json(out, written)
-                if figures is not None and name not in LOCAL:
-                    _draw(figures, network, batches, result, passes)
-    return 0
+    import torch
 
-
-def _check_targets(model: str, data: str, checkpoint: str | None, out: Path | None, figures: Path | None) -> None:
-    """Check that results can be written, and that they replace nothing that is read."""
-    if figures is not None:
-        check_apart(figures, (), places(data))
-        with require_extra("figures need matplotlib", "plot"):
-            import matplotlib  # noqa: F401
-        check_folder(figures)
-    if out is not None:
-        check_file(out)
-        check_apart(out, [*places(model), checkpoint], places(data))
-
-
-def _draw(figures: Path, model: Any, batches: Any, result: SharpnessResult, passes: dict[str, Any]) -> None:
-    try:
-        for path in plots.plot_model(model, batches[0], result, figures, **passes):
-            print(f"drawn: {path}", file=sys.stderr)
-    except (KeyError, ValueError) as error:  # the measurement is still valid
-        print(f"sharpness: no figures of {result.measure.name}: {error}", file=sys.stderr)
-
-
-def sweep(config: Path, *, out: Path, shard: str = "1/1", quiet: bool = False) -> int:
-    """Measure many checkpoints; an interrupted sweep resumes when it is called again.
-
-    Measure many checkpoints under several measures, radii and ablations. A JSON file
-    says which; its keys are checkpoints, data, train, test, measures, rho, ablations,
-    baselines, initial, steps, relative_tol and device (docs/guides/sweeps.md). A sweep
-    may be interrupted; the same command resumes it from the folder OUT. --shard splits
-    the checkpoints among processes that share OUT. The exit code is 1 if a checkpoint
-    failed.
-
-    in a shell:
-      sharpness sweep sweep.json --out results
-      sharpness sweep sweep.json --out results --shard 1/4
-
-    Parameters
-    ----------
-    config
-        JSON file.
-    out
-        Folder for the results: results.jsonl, and a file per job.
-    shard
-        I/N, to measure the I-th of N parts of the checkpoints.
-    quiet
-        Show no progress.
-    """
-    plan, results = study.read_config(config), out / "results.jsonl"
-    data = [path for d in (plan.data, plan.train, plan.test) if d is not None for path in places(d.source)]
-    check_apart(results, [config, plan.initial], data)
-    if results.exists() and not (out / "jobs").is_dir():
-        raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
-    failed = study.run_sweep(plan, out, shard=shard, progress=not quiet)
-    rows = study.read_rows(out, plan)
-    write_results(results, rows)
-    for job in failed:
-        at = f" at rho = {job['rho']:g}" if isinstance(job.get("rho"), float) else ""  # the others' results are kept
-        print(f"sharpness: {job['checkpoint']}, {job.get('measure', job['kind'])}{at}: {job['error']}", file=sys.stderr)
-    if not quiet:
-        print(f"{len(rows)} rows in {results}; show them with: sharpness table {out}")
-    return 1 if failed else 0
-
-
-def table(
-    results: Path,
-    *,
-    target: Target = "gap",
-    per_model: bool = False,
-    format: Literal["text", "latex", "csv"] = "text",
-    short: bool = False,
-    given: tuple[str, ...] = (),
-) -> int:
-    """Print how every measure ranks the models of a sweep, or a row for each model.
-
-    Print Kendall's tau between the target and every measure at every radius, with
-    bootstrap intervals. A partial tau controls for training loss and training error;
-    its intervals hold together. Fewer than ten models are too few to correlate: they
-    are listed one by one. Notes go to standard error if the format is not text.
-
-    in a shell:
-      sharpness table results --short
-      sharpness table results --per-model --format latex
-
-    Parameters
-    ----------
-    results
-        The folder of a sweep, or its results.jsonl.
-    target
-        What is to be predicted; the gap is test error minus training error.
-    per_model
-        A row for each model: losses, errors, and sharpness with its standard error.
-    format
-        Of the table.
-    short
-        One radius for each measure: its default, or the middle.
-    given
-        Where models are ranked, control for these quantities too, beside training loss and error; for example distance
-        (from the initial weights), which sharpness may follow.
-    """
-    rows = study.read_results(results)
-    count, notes = len(study.targets(rows, target)), []
-    if per_model or count < FEWEST_MODELS:
-        shown = study.per_model(rows, short=short)
-        notes.append("Losses and sharpness are in nats, with the standard error over batches; errors are fractions.")
-        if count < FEWEST_MODELS:
-            fix = "" if count else " Give the sweep test data, or choose another --target."
-            notes.append(f"{count} models with a {target}: too few to correlate, which needs 10.{fix}")
-    else:
-        controls = tuple(dict.fromkeys([*CONTROLS, *given]))
-        shown = study.compare(rows, target, given=controls)
-        shown = one_radius(shown) if short else shown
-        notes.append(f"tau is Kendall's, with the {target}; partial is tau given {', '.join(controls)}.")
-    if format == "csv":
-        print(shown.to_csv(index=False), end="")
-    elif format == "latex":
-        print(shown.to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format), end="")
-    else:
-        print(shown.to_string(index=False, na_rep="", float_format="{:.4g}".format), end="\n\n")
-    notes += study.remarks(rows)
-    print(*(f"- {note}" for note in notes), sep="\n", file=sys.stdout if format == "text" else sys.stderr)
-    return 0
-
-
-def plot(results: Path, *, target: Target = "gap", out: Path) -> int:
-    """Draw how every measure ranks the models of a sweep.
-
-    Draw the target against every measure, at its default radius or the middle one,
-    with Kendall's tau.
-
-    in a shell:
-      sharpness plot results --out scatter.png
-
-    Parameters
-    ----------
-    results
-        The folder of a sweep, or its results.jsonl.
-    target
-        What is to be predicted; the gap is test error minus training error.
-    out
-        Figure: a .png, .pdf or .svg.
-    """
-    study.plot_sweep(study.read_results(results), target, out)
-    print(out)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    print(f"Python {platform.python_version()}, {platform.platform()}, {device}")
+    libraries = "quotient-manifolds torch geoopt scipy numpy transformers timm open_clip_torch peft datasets matplotlib"
+    installed = {found.name: found.version for found in distributions()}
+    for name in libraries.split():
+        print(name, installed.get(name, "is not installed"))
     return 0

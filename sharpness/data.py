@@ -13,133 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries.modules import tree_map
 
 from .errors import called, naming, require_extra
 from .files import read_table, strings
 from .losses import IGNORED
 from .models import LoadedModel, checked_device, load_state_dict
+from .options import Batches, DataChoice
 
 __all__ = ["DataChoice"]
 
 _IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _TABLES = {".csv", ".jsonl", ".parquet", ".tsv"}
 _TENSORS = {"", ".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
-
-
-class Batches(list[Any]):
-    """The batches of a source, with remarks about it, such as on files that were left out."""
-
-    remarks: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class DataChoice:
-    """A data set, with the choice of examples.
-
-    Attributes
-    ----------
-    source : str
-        - a folder of class folders of images;
-        - a ``.tsv``, ``.csv``, ``.jsonl`` or ``.parquet`` table of text (a ``.parquet`` may hold images);
-        - a folder that Hugging Face's ``datasets`` saved (``folder/split`` where it has several), of texts or images;
-        - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension runs over the
-          examples: with the names x and y batches are pairs, else dicts for a transformers model;
-        - ``module:function``, a function without arguments that returns an iterable of batches.
-    batch_size : int
-        Examples per batch at most. Batches are as equal as possible, since each counts as much as the others.
-    batches : int or None
-        Number of batches at most.
-    num_examples : int or None
-        Number of examples: the first ones, but at random if they stand class by class, as in folders of classes.
-    subset_seed : int or None
-        Choose the examples at random, with this seed; examples that stand class by class always are, by default with
-        the seed 0.
-    text : str
-        Column of the text: its name in the header, or its number from 0 where there is none.
-    pair : str or None
-        Column of the second text, for pairs of texts.
-    label : str
-        Column of the label; models that predict the next token need none.
-    label_map : mapping of str to int
-        The class number of each label; if empty, labels are numbers or names in the model's configuration.
-    header : bool
-        Whether the first line of a .tsv or .csv file names the columns; else it is already data.
-    max_length : int
-        Longest input in tokens, unless the tokenizer's limit is lower.
-
-    Examples
-    --------
-    One choice serves many models, each with its own tokenizer or image transform:
-
-    >>> import sharpness, tempfile, torch
-    >>> from sharpness.models import LoadedModel
-    >>> mine = LoadedModel(torch.nn.Linear(4, 2))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
-    ...     batches = DataChoice(f"{folder}/data.pt", batch_size=4, num_examples=6, subset_seed=0).load(mine)
-    >>> [len(y) for _, y in batches]
-    [3, 3]
-    >>> result = sharpness.evaluate(mine.model, batches, measure="adaptive", rho=0.1)
-    """
-
-    source: str
-    batch_size: int = 256
-    batches: int | None = None
-    num_examples: int | None = None
-    subset_seed: int | None = None
-    text: str = "text"
-    pair: str | None = None
-    label: str = "label"
-    label_map: Mapping[str, int] = field(default_factory=dict)
-    header: bool = True
-    max_length: int = 128
-
-    def __post_init__(self) -> None:
-        for name, least in {"batch_size": 1, "batches": 1, "num_examples": 1, "subset_seed": 0}.items():
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, as_count(name, getattr(self, name), least=least))
-
-    def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
-        """Read the batches for a model.
-
-        Parameters
-        ----------
-        loaded : LoadedModel
-            Provides its tokenizer, image transform and class names.
-        device : torch.device or str
-            Device of the batches.
-
-        Returns
-        -------
-        list
-            Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs of images, float32
-            (examples, channels, height, width), and classes. Its ``remarks`` say what was left out.
-
-        Raises
-        ------
-        ValueError, OSError, ImportError
-            The data cannot be read, or there is too little of it.
-        """
-        device = checked_device(device)
-        remarks: tuple[str, ...] = ()
-        if is_function(self.source):
-            if self.num_examples is not None or self.subset_seed is not None:
-                raise ValueError(f"{self.source} is a function, which chooses its examples itself")
-            batches = called(self.source)
-        else:
-            examples = load_examples(self, loaded)
-            remarks = examples.remarks
-            chosen = examples.choose(self.num_examples, self.subset_seed)
-            chosen = chosen[: None if self.batches is None else self.batches * self.batch_size]
-            parts = np.array_split(chosen, -(-len(chosen) // self.batch_size))
-            batches = (examples.batch(part.tolist()) for part in parts)
-        result = Batches(tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, self.batches))
-        if not result:
-            raise ValueError(f"{self.source} gave no batch")
-        result.remarks = remarks
-        return result
 
 
 @dataclass(frozen=True)
@@ -169,6 +55,28 @@ class Examples:
             )
         order = range(self.size) if seed is None else np.random.default_rng(seed).permutation(self.size).tolist()
         return list(order[:count])
+
+
+def batches_of(choice: DataChoice, loaded: LoadedModel, device: torch.device | str) -> Batches:
+    """Read the batches of a choice for a model, see :meth:`DataChoice.load`."""
+    device = checked_device(device)
+    remarks: tuple[str, ...] = ()
+    if is_function(choice.source):
+        if choice.num_examples is not None or choice.subset_seed is not None:
+            raise ValueError(f"{choice.source} is a function, which chooses its examples itself")
+        batches = called(choice.source)
+    else:
+        examples = load_examples(choice, loaded)
+        remarks = examples.remarks
+        chosen = examples.choose(choice.num_examples, choice.subset_seed)
+        chosen = chosen[: None if choice.batches is None else choice.batches * choice.batch_size]
+        parts = np.array_split(chosen, -(-len(chosen) // choice.batch_size))
+        batches = (examples.batch(part.tolist()) for part in parts)
+    result = Batches(tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, choice.batches))
+    if not result:
+        raise ValueError(f"{choice.source} gave no batch")
+    result.remarks = remarks
+    return result
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------

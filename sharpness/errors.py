@@ -5,16 +5,9 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-from quotient_manifolds.symmetries.modules import plain_class
+from typing import Any, TextIO
 
 
 class RemoteError(RuntimeError):
@@ -44,23 +37,12 @@ def naming(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ImportError, MemoryError, RemoteError, torch.OutOfMemoryError):
+    except (ImportError, MemoryError, RemoteError):
         raise
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
+            raise
         raise ValueError(f"{what}: {words_of(error)}") from error
-
-
-def lacking_rows(error: IndexError, model: nn.Module) -> str | None:
-    """Say which rows an embedding lacks, if it was asked for rows that it lacks; None for other errors."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is F.embedding.__code__:
-            ids, table = frame.f_locals["input"], frame.f_locals["weight"]
-            path = next((name for name, p in model.named_parameters() if p is table), "an embedding")
-            return (
-                f"rows {int(ids.min())} to {int(ids.max())} of {path} are asked for, but {plain_class(model).__name__} "
-                f"has {len(table)} of them; use its own tokenizer, and inputs that are no longer than it has positions"
-            )
-    return None
 
 
 def called(name: str, *arguments: Any) -> Any:
@@ -81,9 +63,26 @@ def called(name: str, *arguments: Any) -> Any:
 def require_extra(what: str, extra: str) -> Iterator[None]:
     """Turn a failing import in the block into one line: the feature, the extra that installs its library, and why.
 
-    For example ``figures need matplotlib: pip install 'quotient-manifolds[plot]' (No module named 'matplotlib')``.
+    For example ``figures need matplotlib: install the extra plot, pip install '.[plot]' in the checkout of
+    quotient-manifolds (No module named 'matplotlib')``.
     """
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]' ({error})") from error
+        raise ImportError(f"{what}: {how_to_install(extra)} ({error})") from error
+
+
+def painted(text: str, code: str, stream: TextIO) -> str:
+    """Colour text for a terminal by a code of ANSI; for files and pipes, and under NO_COLOR, it stays as it is."""
+    return f"\033[{code}m{text}\033[0m" if stream.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def say(lines: Iterable[str], code: str, stream: TextIO | None = None) -> None:
+    """Print lines in a colour, by default on standard output."""
+    for line in lines:
+        print(painted(line, code, stream or sys.stdout), file=stream, flush=True)
+
+
+def how_to_install(extra: str) -> str:
+    """Say what installs an extra before there is a release."""
+    return f"install the extra {extra}, pip install '.[{extra}]' in the checkout of quotient-manifolds"

@@ -21,13 +21,14 @@ from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
-from .ascent import ASCENTS, Search
+from .ascent import ASCENTS
+from .curvature import HessianOperator
 from .direction import Direction
 from .distributed import World, is_sharded_model
-from .hessian import HessianOperator
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, attached_space, collected
+from .options import Search
 from .perturb import preserved
 from .results import BatchResult, SharpnessResult
 
@@ -361,7 +362,7 @@ class _Climb:
 
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:
     """Return tqdm's bar, which a file or pipe gets once a minute, after the first."""
-    often: dict[str, Any] = {}
+    often: dict[str, Any] = {"leave": None}  # an inner one goes when it is done
     if sys.stderr is not None and not sys.stderr.isatty():
         often = {"delay": 60, "mininterval": 60, "miniters": 1, "leave": False}
     return tqdm(total=total, desc=what, unit=unit, disable=not progress or sys.stderr is None, **often)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from quotient_manifolds.linalg import as_count, at_least_float32
 from quotient_manifolds.symmetries.modules import default_forward, plain_class, tensors, tree_map
 
-from .errors import lacking_rows, naming
+from .errors import naming
 
 __all__ = ["LossFunction", "normalized_logits"]
 
@@ -27,11 +28,12 @@ IGNORED = -100
 
 
 class Outcome(NamedTuple):
-    """One forward pass: its loss, a scalar with its graph, and in classification the numbers of errors and labels."""
+    """One forward pass: its loss, a scalar with its graph; in classification numbers of errors, labels and classes."""
 
     loss: Tensor
     wrong: int = 0
     counted: int = 0
+    classes: int = 0
 
 
 def normalized_logits(scores: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     try:
         output = default_forward(model, batch)
     except IndexError as error:
-        if reason := lacking_rows(error, model):
+        if reason := _lacking_rows(error, model):
             raise ValueError(reason) from error
         raise
     labels = batch.get("labels") if by_name else batch[1]
@@ -116,7 +118,21 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     if not classification:
         return Outcome(loss)
     counted = labels != IGNORED
-    return Outcome(loss, int(((scores.detach().argmax(1) != labels) & counted).sum()), int(counted.sum()))
+    wrong = int(((scores.detach().argmax(1) != labels) & counted).sum())
+    return Outcome(loss, wrong, int(counted.sum()), scores.shape[1])
+
+
+def _lacking_rows(error: IndexError, model: nn.Module) -> str | None:
+    """Say which rows an embedding lacks, if it was asked for rows that it lacks; None for other errors."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is F.embedding.__code__:
+            ids, table = frame.f_locals["input"], frame.f_locals["weight"]
+            path = next((name for name, p in model.named_parameters() if p is table), "an embedding")
+            return (
+                f"rows {int(ids.min())} to {int(ids.max())} of {path} are asked for, but {plain_class(model).__name__} "
+                f"has {len(table)} of them; use its own tokenizer, and inputs that are no longer than it has positions"
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -215,6 +231,13 @@ class Objective:
                     "be random, and no layer may mix examples or read padding; leave micro_batch out, or let loss_fn "
                     "take the mean"
                 )
+
+
+@torch.no_grad()
+def loss_of_guessing(model: nn.Module, batch: Any, micro_batch: int | None = None) -> float:
+    """Return the cross-entropy of equal scores, log K for K classes; infinite where there are none."""
+    objective = Objective(micro_batch=micro_batch)
+    return math.log(objective(model, objective.pieces(model, batch)[0][1]).classes or math.inf)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import torch
@@ -174,7 +175,8 @@ def get_measure(measure: str | Measure, **changes: Any) -> Measure:
 def measure_of(name: str, **changes: Any) -> Measure:
     """Return the measure with a name in MEASURES or LOCAL, with some fields changed."""
     if name not in MEASURES and name not in LOCAL:
-        raise ValueError(f"unknown measure {name!r}; choose one of {', '.join([*MEASURES, *LOCAL])}")
+        close = "".join(f" (did you mean {other}?)" for other in get_close_matches(name, [*MEASURES, *LOCAL], 1))
+        raise ValueError(f"unknown measure {name!r}{close}; choose one of {', '.join([*MEASURES, *LOCAL])}")
     return get_measure(LOCAL[name][0] if name in LOCAL else name, **changes)
 
 

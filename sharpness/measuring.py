@@ -108,7 +108,7 @@ class BatchLoss:
         """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
         self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         for k, (weight, piece) in enumerate(self.pieces):
-            loss, wrong, counted = self.objective(self.space.model, piece)
+            loss, wrong, counted, _ = self.objective(self.space.model, piece)
             value = float(loss.detach())
             if k == 0:
                 self._first = value

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .errors import called, naming, require_extra
+from .errors import called, how_to_install, naming, require_extra
 
 __all__ = ["LoadedModel", "load", "load_state_dict"]
 
@@ -162,8 +162,10 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         loaded = _from_timm(name, state)
     else:
         raise ValueError(
-            f"there is no folder {name!r}, and it is not the name of an open_clip or timm model (the names need "
-            "pip install 'quotient-manifolds[clip,timm]'), nor module:function"
+            f"there is no folder {name!r}. If that is a name on the Hugging Face Hub: nothing is downloaded; save the "
+            f"model and its tokenizer first, by from_pretrained({name!r}) and save_pretrained(folder), and pass the "
+            f"folder. It is not the name of an open_clip or timm model either ({how_to_install('clip,timm')}), nor "
+            "module:function"
         )
     if checkpoint is not None:
         with naming(f"the weights in {checkpoint} are not those of {type(loaded.model).__name__}"):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from html import escape
+from io import BytesIO
 from typing import Any
 
 from torch import nn
 
 from .direction import Profile, profile
 from .errors import require_extra
-from .files import atomic_write
-from .results import SharpnessResult
+from .files import atomic_write, write_text
+from .results import SharpnessResult, settings, summary
 from .shares import LayerShare, LayerShares
 
-__all__ = ["plot_layers", "plot_model", "plot_profile"]
+__all__ = ["plot_layers", "plot_profile", "write_report"]
 
 #: Colours of the measures, by Okabe and Ito without their yellow, which is faint on white; each has a marker too, so
 #: that nothing depends on colour alone.
@@ -153,32 +156,25 @@ def _column(share: LayerShare) -> str:
     return f"{share.part} {share.head or 0}" if of_pair else "weights"
 
 
-def plot_model(
-    model: nn.Module, batch: Any, result: SharpnessResult, folder: str | os.PathLike[str], **options: Any
-) -> list[Path]:
-    """Draw the figures of a measurement: ``profile`` and ``layers``.
+def write_report(
+    path: str | os.PathLike[str], model: nn.Module, batch: Any, results: Sequence[SharpnessResult],
+    facts: Mapping[str, Any] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Write results with figures of their worst directions, at the largest radius, in one HTML file.
 
     Parameters
     ----------
+    path : str or path
+        File of the page.
     model : nn.Module
     batch : tuple, dict or other
         The first of the batches that were measured.
-    result : SharpnessResult
-        The result with its directions; the largest radius is drawn.
-    folder : str or path
-        Folder for the figures, whose names begin with the measure's. It is created if necessary.
+    results : sequence of SharpnessResult
+        Of several measures, with the directions that were kept.
+    facts : mapping, optional
+        What else is to stand there, as JSON: settings, versions, digests.
     **options
         ``loss_fn``, ``micro_batch`` and ``normalize_logits``, as passed to ``evaluate``.
-
-    Returns
-    -------
-    list of Path
-        Of the figures.
-
-    Raises
-    ------
-    KeyError
-        The directions were not kept, or the measure has none.
 
     Examples
     --------
@@ -186,13 +182,27 @@ def plot_model(
     >>> model, batch = torch.nn.Linear(2, 2), (torch.eye(2), torch.arange(2))
     >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=[0.1, 0.2])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in plot_model(model, batch, result, folder)]
-    ['adaptive-profile.png', 'adaptive-layers.png']
+    ...     write_report(f"{folder}/report.html", model, batch, [result])
+    ...     Path(folder, "report.html").read_text().count("<img")
+    2
     """
-    rho = max(result.rhos)
-    direction, shares = result[rho].direction(0), result[rho].by_layer()
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    drawn = [Path(folder) / f"{result.measure.name}-{name}.png" for name in ("profile", "layers")]
-    plot_profile(profile(model, batch, direction, **options), drawn[0])
-    plot_layers(shares, drawn[1])
-    return drawn
+    shown = list[str]()
+    for result in results:
+        part = result[max(result.rhos)]
+        try:
+            direction, shares = part.direction(0), part.by_layer()
+            line = profile(model, batch, direction, **options)
+            drawn = {"Loss along the worst direction": plot_profile(line), "Shares of layers": plot_layers(shares)}
+        except (KeyError, ValueError) as error:  # the measurement is still valid
+            shown.append(f"<p>no figures of {part.measure.name}: {escape(str(error))}</p>")
+            continue
+        for name, one in drawn.items():
+            one.savefig(picture := BytesIO(), format="png")
+            shown.append(f'<img alt="{name}" src="data:image/png;base64,{b64encode(picture.getvalue()).decode()}">')
+    how = "\n".join([*map(settings, results), json.dumps(facts or {}, indent=1)])
+    found = "\n".join([*map(str, results), "", summary(results)])
+    texts = [f"<pre>{escape(text)}</pre>" for text in (found, how)]
+    head = "<style>body { max-width: 60em; margin: auto } pre { white-space: pre-wrap } img { max-width: 100% }</style>"
+    title = f"Sharpness of {results[0].model}"
+    page = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>{head}\n<h1>{title}</h1>'
+    write_text(path, "\n".join([page, *texts[:1], *shown, *texts[1:], "</html>\n"]))

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from .ascent import Search
 from .direction import Direction
 from .files import write_json
-from .measures import MEASURES, Measure
-from .shares import LayerShare, LayerShares
+from .measures import Measure
+from .options import Search
+from .shares import PARTS, LayerShare, LayerShares
 
 #: Largest ρ/σ_h at which the ball of the mix metric stays on the manifold.
 LEAVES = 2**-0.5
+
+
+#: Sharpness of five small models at the default radius of each measure, the smallest and the largest, in nats
+#: (``benchmarks/reference_values.py``).
+REFERENCE = {
+    "geodesic-inv": (0.021, 0.246),
+    "complete-inv": (0.043, 0.960),
+    "adaptive": (0.023, 0.286),
+    "euclidean": (0.033, 0.267),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +104,7 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class SharpnessResult:
-    r"""The sharpness of a model at one or several radii, or at its weights themselves; ``print`` shows a table.
+    r"""The sharpness of a model at one or several radii, or at its weights themselves; ``print`` shows the answer.
 
     ``result[rho]`` is the result at one radius, of the same class; ``float(result[rho])`` is its sharpness, and
     ``float(result)`` the gradient norm or the largest eigenvalue of the Hessian.
@@ -135,10 +145,8 @@ class SharpnessResult:
     >>> loss = lambda model, x: (model(x) - 1).square().sum()
     >>> result = sharpness.evaluate(model, [torch.ones(1, 1)], loss, measure="adaptive", rho=[0.1, 0.2])
     >>> print(result)
-    adaptive sharpness of Linear: 1 batch, power ascent of 20 steps or until 0.0003 of the increase, seed 0
-           rho   base loss  worst loss   sharpness  std. error        error rate   passes
-           0.1     1.00000     1.44000     0.44000           -                 -      2.0
-           0.2     1.00000     1.96000     0.96000           -                 -      2.0
+    sharpness 0.44 at ρ = 0.1 (adaptive): loss 1.000 → 1.440
+    sharpness 0.96 at ρ = 0.2 (adaptive): loss 1.000 → 1.960
     >>> f"{float(result[0.2]):.2f}"
     '0.96'
     """
@@ -265,56 +273,69 @@ class SharpnessResult:
         write_json(path, self.to_dict())
 
     def __str__(self) -> str:
-        """Show a table, or a line for what is measured at the weights, and what else was noticed."""
-        count = len(self.batches) // len(self.rhos)
-        batches = f"{count} batch{'es' * (count > 1)}"
-        if self.statistic in ("worst", "average"):
-            return "\n".join([*_table(self, batches), *_doubts(self), *self.remarks])
-        value = f"{float(self):.6g}" + (f" ± {_spread(self):.2g}" if count > 1 else "")
-        line = f"gradient norm of {self.model} in the metric of {self.measure.name}: {value}, {batches}"
-        if self.trace is not None:
-            error = "" if self.std_error is None else f" ± {self.std_error:.2g}"
-            line = (
-                f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {value}, "
-                f"trace {self.trace:.6g}{error}, {batches}"
-            )
-        return "\n".join([line, *self.remarks])
+        """Show the answer, a line for each radius, and what else was noticed."""
+        return "\n".join([*(headline(self[rho]) for rho in self.rhos), *doubts(self), *self.remarks])
 
 
-def _table(result: SharpnessResult, batches: str) -> list[str]:
-    """Write a row per radius."""
-    measure, search = result.measure, result.search
-    effort = f"mean of {search.num_samples} Gaussian directions"
-    if result.statistic == "worst":
-        stop = f" or until {search.relative_tol:g} of the increase" if search.relative_tol else ""
-        starts = f", {search.restarts} restart{'s' * (search.restarts > 1)}" * bool(search.restarts)
-        effort = f"{search.ascent} ascent of {search.steps} steps{stop}{starts}"
-    lines = [f"{measure.name} sharpness of {result.model}: {batches}, {effort}, seed {search.seed}"]
-    named, own = vars(MEASURES.get(measure.name, measure)), vars(measure).items()
-    changed = [f"{k}={v}" for k, v in own if k not in ("geodesic", "rho") and v != named.get(k, v)]
-    switches = [*[f"{measure.geodesic} geodesics"] * measure.divides, *changed]
-    lines += [", ".join(switches)] if switches else []
-    worst = "worst loss" if result.statistic == "worst" else "mean loss"
-    rows = [["rho", "base loss", worst, "sharpness", "std. error", "error rate", "passes"]]
-    for rho in result.rhos:
-        found, value = result[rho].batches, float(result[rho])
-        base, passes = (fmean(getattr(b, name) for b in found) for name in ("base_loss", "passes"))
-        spread, errors = f"{_spread(result[rho]):.5f}" if len(found) > 1 else "-", "-"
-        if all(b.worst_error is not None for b in found):
-            before, after = (fmean(getattr(b, name) or 0.0 for b in found) for name in ("base_error", "worst_error"))
-            errors = f"{before:.1%} → {after:.1%}"
-        losses = [f"{loss:.5f}" for loss in (base, base + value, value)]
-        rows.append([f"{rho:.4g}", *losses, spread, errors, f"{passes:.1f}"])
-    widths = (10, 10, 10, 10, 10, 16, 7)
-    return lines + ["  ".join(map(str.rjust, row, widths)) for row in rows]
+def headline(result: SharpnessResult) -> str:
+    """Say what was found at one radius, or at the weights, in a line."""
+    what = {"worst": "sharpness", "average": "average sharpness", "Hessian": "largest eigenvalue"}
+    said = f"{what.get(result.statistic, result.statistic)} {_amount(result)}"
+    if result.statistic not in ("worst", "average"):
+        error = "" if result.std_error is None else f" ± {result.std_error:.2g}"
+        trace = "" if result.trace is None else f", trace {result.trace:.3g}{error}"
+        return f"{said}{trace} ({result.measure.name})"
+    found, nats = result.batches, ""
+    base = fmean(b.base_loss for b in found)
+    rise = f"loss {base:.3f} → {base + float(result):.3f}"
+    if result.error_increase is not None:  # of classes, so that the loss is a cross-entropy
+        errors = (fmean(getattr(b, name) for b in found) for name in ("base_error", "worst_error"))
+        nats, rise = " nats", f"{rise}, error rate {' → '.join(f'{e:.1%}' for e in errors)}"
+    return f"{said}{nats} at ρ = {result.rhos[0]:.4g} ({result.measure.name}): {rise}"
 
 
-def _spread(result: SharpnessResult) -> float:
-    """Compute the standard error over several batches, at one radius."""
-    return stdev(b.value for b in result.batches) / len(result.batches) ** 0.5
+def _amount(result: SharpnessResult) -> str:
+    """Write the value at one radius, with its standard error over several batches and as many digits as that has."""
+    value, count = float(result), len(result.batches)
+    error = stdev(b.value for b in result.batches) / count**0.5 if count > 1 else 0.0
+    if not error:
+        return f"{value:.3g}"
+    digits = max(0, 1 - int(f"{error:.1e}".partition("e")[2]))
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
-def _doubts(result: SharpnessResult) -> Iterator[str]:
+def summary(results: Sequence[SharpnessResult]) -> str:
+    """Tabulate several measures and radii, with the shares of the parts of the network in the worst directions."""
+    lines, shares = list[list[str]](), list[dict[str, float]]()
+    for part in (result[rho] for result in results for rho in result.rhos if rho):
+        done = sum(b.converged is not False for b in part.batches)
+        lines.append([part.measure.name, f"{part.rhos[0]:.4g}", _amount(part), f"{done} of {len(part.batches)}"])
+        try:
+            shares.append(part.by_layer().by_part())
+        except (KeyError, ValueError):  # an average, no rise, or no room for the directions
+            shares.append({})
+    if not lines:
+        return ""
+    parts = [name for name in PARTS if any(name in share for share in shares)]
+    head = ["measure", "ρ", "sharpness", "converged", *(name.split()[0][:5] for name in parts)]
+    cells = [[f"{share[name]:.0%}" if name in share else "" for name in parts] for share in shares]
+    return aligned([head, *(line + cell for line, cell in zip(lines, cells, strict=True))])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Align the columns of a table, the first to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def settings(result: SharpnessResult) -> str:
+    """Say how it was measured."""
+    count, passes = len(result.batches) // len(result.rhos), fmean(b.passes for b in result.batches)
+    how = [f"{count} batches", repr(result.measure), repr(result.search), f"{passes:.1f} passes a batch and radius"]
+    return f"{result.statistic} of {result.model}: {', '.join(how)}"
+
+
+def doubts(result: SharpnessResult) -> Iterator[str]:
     """Say what limits the numbers."""
     batches, smallest = result.batches, result.min_singular_value
     if result.measure.pair_metric == "mix" and smallest:

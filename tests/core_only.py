@@ -18,7 +18,9 @@ EXTRAS = [
 
 def check_imports():
     import quotient_manifolds  # noqa: F401
-    import sharpness  # noqa: F401
+    import sharpness
+
+    assert sharpness.evaluate
 
     loaded = sorted(name for name in EXTRAS if sys.modules.get(name) is not None)
     assert not loaded, f"importing the packages imports {loaded}"
@@ -81,7 +83,7 @@ def check_missing():
             ("images", ["run", torch_model, str(folder / "classes")]),
             ("datasets", ["run", torch_model, str(folder / "saved")]),
             ("plot", ["table", str(folder / "results.jsonl")]),
-            ("plot", ["run", torch_model, str(folder / "saved"), "--figures", str(folder / "figures"), "--quiet"]),
+            ("plot", ["run", torch_model, str(folder / "saved"), "--report", str(folder / "report.html"), "--quiet"]),
             ("demo", ["demo", "--out", str(folder / "demo.png"), "--quiet"]),
         ):
             said, printed = io.StringIO(), io.StringIO()

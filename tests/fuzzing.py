@@ -64,6 +64,8 @@ run vit pics --measure gradient-norm --quiet --out out.json
 sweep sweep.json --quiet --out out
 run bert dev.tsv --text sentence --measure gradient-norm --quiet --out bert/model.safetensors
 symmetries bert
+compare bert bert
+sweep collection/net0.pt collection/net1.pt --model mine:model --data xy.pt --steps 2 --quiet --out out
 table done
 demo --quiet --out missing/out.png
 finetune bert dev.tsv --text sentence --models 1 --epochs 1 --batch 8 --points 4 --num-examples 8 --out out
@@ -475,7 +477,7 @@ def commands(rng, world):
         command = subs[0].choices[argv[command.prog.count(" ")]]
     depth = command.prog.count(" ")
     places = [a for a in command._actions if not a.option_strings]
-    usual = [a for a in command._actions[1:] for _ in range(3 if a.dest in ("out", "figures") else 1)]
+    usual = [a for a in command._actions if a.dest != "help" for _ in range(3 if a.dest in ("out", "report") else 1)]
     for action in (pick(rng, usual) for _ in range(int(rng.integers(1, 3)))):
         pool = WORDS.get(action.dest) or action.choices or KINDS.get(getattr(action.type, "__name__", ""), PLACES)
         pool = (
@@ -502,7 +504,7 @@ def commands(rng, world):
         argv.insert(
             int(rng.integers(len(argv) + 1)), pick(rng, ["--nope", "extra", "--", "-h", "", "--quiet", "--out"])
         )
-    outs = [b for a, b in itertools.pairwise(argv) if a in ("--out", "--figures")]
+    outs = [b for a, b in itertools.pairwise(argv) if a in ("--out", "--report")]
     return Job("", argv, outs=[*outs, *(o.replace(".png", ".json") for o in outs if argv[0] == "demo")])
 
 

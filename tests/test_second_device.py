@@ -179,12 +179,12 @@ def adapters(device):
     return loss
 
 
-def matched(device):
-    """Distances of models, with heads matched."""
+def aligned(device):
+    """Distances of models in the same coordinates."""
     one, two = (text_model(device, layers=1)[0] for _ in range(2))
     for p in two.parameters():
         p.data *= 1.01
-    return model_distance(one, two, match="heads").total
+    return model_distance(one, two, modulo="all").total
 
 
 class Unknown(torch.nn.Module):
@@ -286,7 +286,7 @@ CALLS = {
     "along the worst": along_the_worst("geodesic-inv"),
     "along the worst of the whole": along_the_worst("complete-mix"),
     "adapters": adapters,
-    "matched": matched,
+    "aligned": aligned,
     "points": points,
     "heads as points": heads_as_points,
     "examined": examined,
@@ -306,7 +306,7 @@ CALLS = {
 BY_DEFAULT = ("geodesic-inv", "complete-mix", "turned", "verified", "distances", "adapters", "sharpness-aware")
 
 #: Calls that move between devices only where one of them has no double precision.
-RARE = ("average", "matched", "points", "heads as points", "examined", "along the worst of the whole")
+RARE = ("average", "aligned", "points", "heads as points", "examined", "along the worst of the whole")
 
 #: Calls that every run makes with the CPU as the default: one of those that are alike, and none that the others make.
 SOME = tuple(

@@ -114,7 +114,9 @@ def read(folder: str | os.PathLike[str]) -> Adapter:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise ImportError("adapters are read by safetensors; pip install 'quotient-manifolds[lora]'") from error
+        raise ImportError(
+            "adapters are read by safetensors: install the extra lora, pip install '.[lora]' in the checkout"
+        ) from error
     try:
         config = json.loads((folder / CONFIG).read_text(), object_hook=_ordered)
         with safe_open(folder / WEIGHTS, framework="pt") as file:

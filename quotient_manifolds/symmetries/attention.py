@@ -176,7 +176,7 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
     Of values and outputs (``"vo"``) the second projection leads out of head space.
     """
     size, turned = heads.size, heads.rotary_size if heads.group in PLANES else 0
-    reason = heads.reason or one.obstacle(heads.examined) or two.obstacle(heads.examined)
+    obstacle = one.obstacle(heads.examined) or two.obstacle(heads.examined)
     parts: list[tuple[str, GL, int, int, str | None]] = []
     if turned:
         planes = GL(turned // 2, diagonal=True, field="complex")
@@ -186,11 +186,14 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
         parts.append(("", GL(size - turned, diagonal=diagonal, positive=positive), turned, size - turned, None))
     for i in range(heads.number):
         j = i * heads.kv_number // heads.number
-        if reason:
-            yield SymmetricPair(name, kind, None, head=i, reason=reason)
+        if obstacle:
+            yield SymmetricPair(name, kind, None, head=i, reason=heads.reason or obstacle)
             continue
         G = one.input_blocks(j if kind == "vo" else i, size)
         H = two.output_blocks(i, size) if kind == "vo" else two.input_blocks(j, size)
+        if heads.reason:
+            yield SymmetricPair(name, kind, None, G, H, i, reason=heads.reason)
+            continue
         null = tuple(starmap(block, two.bias_rows(j, size) if kind == "qk" and heads.key_bias_null else ()))
         for part, group, start, count, rotary in parts:
             if {b.key for b in G} & {b.key for b in H}:

@@ -325,7 +325,7 @@ class BlockStack:
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
         parameters = self.parameters()
-        targets = parameters if tensors is None else [tensors[p] for p in parameters]
+        targets = parameters if tensors is None else [tensors.get(p, p) for p in parameters]
         wholes = {t: t.contiguous() for t in targets}
         parts, views = self.views(rows, map(wholes.get, targets))
         torch._foreach_copy_(views, parts)

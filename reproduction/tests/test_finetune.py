@@ -205,6 +205,10 @@ def test_a_collection_of_texts(tmp_path, capsys):
     arguments = ["finetune", tmp_path / "bert", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl",
                  "--label-map", "bad=0,good=1", "--vary", "seed", "--models", "2", "--lr", "5e-3", "--epochs", "6",
                  "--batch", "16", "--points", "24", "--max-length", "12", "--out", out, "--quiet"]  # fmt: skip
+    (tmp_path / "other.jsonl").write_text('{"content": "good", "label": "good"}')
+    assert cli.main([str(a).replace("test.jsonl", "other.jsonl") for a in arguments]) == 2
+    assert "other.jsonl has no column 'text'; it has content, label" in capsys.readouterr().err
+    assert not list(out.iterdir())  # nothing was trained for it
     assert cli.main([str(a) for a in arguments]) == 0
     models = [load(str(out / f"model_{i:02d}")) for i in range(2)]
     assert models[0].labels == {"bad": 0, "good": 1}

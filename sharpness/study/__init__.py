@@ -7,7 +7,8 @@ folder, and may be killed.
 """
 
 from .plan import Checkpoint, Sweep, read_config
-from .run import read_results, read_rows, run_sweep
+from .rows import read_failures, read_results, read_rows
+from .run import run_sweep
 from .tables import TARGETS, compare, kendall, measurements, per_model, plot_sweep, remarks, targets
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "per_model",
     "plot_sweep",
     "read_config",
+    "read_failures",
     "read_results",
     "read_rows",
     "remarks",

@@ -17,11 +17,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct, field
 
-from ..ascent import Search
-from ..data import DataChoice, is_function
+from ..data import is_function
 from ..errors import naming, words_of
 from ..measures import LOCAL, Measure, checked_radii, measure_of
 from ..models import INPUTS
+from ..options import DataChoice, Search
 
 T = TypeVar("T")
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.
@@ -123,6 +123,10 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
         for name in (*self.measures, *of_ablations, *(self.rho if isinstance(self.rho, dict) else ())):
             measure_of(name)
         self.measured()
+
+    def sources(self) -> list[DataChoice]:
+        """List the data that are read."""
+        return [choice for choice in (self.data, self.train, self.test) if choice is not None]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -234,16 +238,20 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     if not path.is_file():
         raise FileNotFoundError(f"there is no configuration {str(path)!r}")
     with naming(str(path)):
-        file = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        if "checkpoints" in file:
-            file["checkpoints"] = _checkpoints(file["checkpoints"], path.parent)
-        for name in ("data", "train", "test"):
-            if file.get(name) is not None:
-                file[name] = read_choice(file[name], path.parent)
-        if file.get("initial") is not None:
-            file["initial"] = str(path.parent / file["initial"])
-        search = {f.name: file.pop(f.name) for f in fields(Search) if f.name in file}
-        return msgspec.convert({**file, "search": {**file.get("search", {}), **search}}, Sweep)
+        return planned(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]), path.parent)
+
+
+def planned(entries: dict[str, Any], base: Path = Path()) -> Sweep:
+    """Return the sweep that entries describe, see :func:`read_config`, with paths below a folder."""
+    if "checkpoints" in entries:
+        entries["checkpoints"] = _checkpoints(entries["checkpoints"], base)
+    for name in ("data", "train", "test"):
+        if entries.get(name) is not None:
+            entries[name] = read_choice(entries[name], base)
+    if entries.get("initial") is not None:
+        entries["initial"] = str(base / entries["initial"])
+    search = {f.name: entries.pop(f.name) for f in fields(Search) if f.name in entries}
+    return msgspec.convert({**entries, "search": {**entries.get("search", {}), **search}}, Sweep)
 
 
 def read_choice(entry: Any, base: Path = Path()) -> DataChoice:

@@ -1,81 +1,43 @@
-"""Running a sweep: a loop over its jobs, each of which writes one file of rows; and reading the rows.
-
-A row is a dict. Its ``kind`` is ``"fit"`` (losses and errors of a checkpoint on training and test data),
-``"baselines"`` (further quantities by name) or ``"sharpness"`` (a measure at a radius).
-"""
+"""Running a sweep: a look at every model, and a loop over the jobs, each of which writes one file of rows."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
 import os
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
-from ..data import Batches, check_source, is_function
+from ..data import check_source
 from ..errors import called, naming, words_of
 from ..evaluation import evaluate, progress_bar
-from ..files import check_folder, write_json, write_text
+from ..files import check_folder, write_json
 from ..losses import Objective, count_examples
 from ..measures import LOCAL
 from ..measuring import RadiusError
 from ..models import LoadedModel, checked_device, load, load_state_dict
+from ..options import Batches
 from .plan import Checkpoint, Sweep, shard_of, switched
-
-Row = Mapping[str, Any]
-Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
-Name = Annotated[str, msgspec.Meta(min_length=1)]
+from .rows import Row, in_words, job_key, rows_of
 
 
-class _Row(msgspec.Struct, tag_field="kind"):
-    checkpoint: Name
-
-
-class _Fit(_Row, tag="fit"):
-    train_loss: Finite | None = None
-    train_error: Finite | None = None
-    test_loss: Finite | None = None
-    test_error: Finite | None = None
-
-
-class _Baselines(_Row, tag="baselines"):
-    """Its numbers have names of their own."""
-
-
-class _Sharpness(_Row, tag="sharpness"):
-    measure: Name
-    ablation: dict[str, Any]
-    rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
-    sharpness: Finite
-    trace: Finite | None = None
-    per_batch: list[Finite] | None = None
-    remarks: list[str] | None = None
-
-
-#: A row, by its kind.
-AnyRow = _Fit | _Baselines | _Sharpness
-FITS = _Fit.__struct_fields__[1:]
-#: What a row is about.
-_PLACE = ("checkpoint", "kind", "measure", "ablation", "rho")
-
-
-def label(measure: str, ablation: Mapping[str, Any]) -> str:
-    """Return the name of a measure with its changed fields."""
-    return ", ".join([measure, *(f"{k} = {v}" for k, v in ablation.items())])
-
-
-def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1", progress: bool = True) -> list[Row]:
+def run_sweep(
+    sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1", progress: bool = True, dry_run: bool = False
+) -> list[Row]:
     """Run the missing jobs of a sweep; jobs with a result from the same contents are not repeated.
+
+    Before the first one every model that has missing jobs is loaded, and runs on some examples of all data.
 
     Parameters
     ----------
@@ -87,7 +49,9 @@ def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1
         i/n: this process takes the i-th of n parts of the checkpoints. The results do not depend on which process runs
         which job.
     progress : bool
-        Show a progress bar.
+        Say what is to be done, and show progress bars. What fails is always said on standard error, when it happens.
+    dry_run : bool
+        Look at all models and data, and measure nothing.
 
     Returns
     -------
@@ -114,24 +78,79 @@ def run_sweep(sweep: Sweep, folder: str | os.PathLike[str], *, shard: str = "1/1
     ...     [(row["checkpoint"], row["kind"], row.get("rho")) for row in read_rows(place, sweep)]
     [('net', 'fit', None), ('net', 'sharpness', 0.5)]
     """
-    mine = shard_of(sweep.checkpoints, shard)
-    for choice in filter(None, (sweep.data, sweep.train, sweep.test)):
+    mine, place = shard_of(sweep.checkpoints, shard), Path(folder) / "jobs"
+    for choice in sweep.sources():
         check_source(choice.source)
-    place = check_folder(Path(folder) / "jobs")
     checked_device(sweep.device)
-    (Path(folder) / "results.jsonl").unlink(missing_ok=True)  # of the sweep before: an interrupted one has none
-    failed: list[Row] = []
-    with progress_bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
-        for checkpoint in mine:
-            inputs = _Inputs(sweep, checkpoint)
-            for job in sweep.jobs(checkpoint):
-                rows, key = _rows_of(job, place), job_key(job)
-                if all("error" in row for row in rows) and "error" not in job:
-                    rows = [{**job, **row, "job": key, **versions()} for row in _attempt(job, inputs)]
-                    write_json(place / f"{key}.json", rows)
-                failed += [row for row in rows if "error" in row]
-            shown.update()
+    jobs = [(checkpoint, job) for checkpoint in mine for job in sweep.jobs(checkpoint)]
+    todo = {job_key(job): job for _, job in jobs if _is_missing(job, place)}
+    waiting = {job["checkpoint"] for job in todo.values()}
+    unsound = _unsound(sweep, [c for c in mine if c.name in waiting])
+    first = next((_Inputs(sweep, c) for c in mine if c.name in waiting - unsound.keys()), None)
+    if progress:
+        done = f"{len(jobs) - len(todo)} of {len(jobs)} jobs are done"
+        _say(f"{len(waiting)} of {len(mine)} checkpoints{_estimate(first, list(todo.values()))}; {done}")
+    if dry_run:
+        return [{"checkpoint": name, "error": error} for name, error in unsound.items()]
+    check_folder(place)
+    for name in ("results.jsonl", "failed.jsonl"):  # of the sweep before: an interrupted one has none
+        (Path(folder) / name).unlink(missing_ok=True)
+    failed, inputs = list[Row](), first
+    with progress_bar(len(todo), "sweep", "job", progress=progress) as shown:
+        for checkpoint, job in jobs:
+            if (key := job_key(job)) in todo:
+                if inputs is None or inputs.checkpoint is not checkpoint:
+                    inputs = _Inputs(sweep, checkpoint)
+                shown.set_description(f"{checkpoint.name}, {job.get('measure', job['kind'])}", refresh=False)
+                error = unsound.get(checkpoint.name)
+                rows = [{"error": error}] if error else _attempt(job, inputs, progress=progress)
+                write_json(place / f"{key}.json", [{**job, **row, "job": key, **versions()} for row in rows])
+                shown.update()
+            failed += (errors := [row for row in rows_of(job, place) if "error" in row])
+            for row in errors if checkpoint.name not in unsound else ():
+                _say(in_words(row))
     return failed
+
+
+def _is_missing(job: dict[str, Any], place: Path) -> bool:
+    return "error" not in job and all("error" in row for row in rows_of(job, place))
+
+
+def _estimate(inputs: _Inputs | None, jobs: Sequence[Row]) -> str:
+    """Say how long the searches of jobs may take: ten passes for a batch, each three times one without a gradient."""
+    searches = sum(max(1, len(job["rho"])) for job in jobs if job["kind"] == "sharpness")
+    said = f", {searches} searches"
+    with suppress(Exception):  # which the job will report
+        assert inputs is not None
+        passes = Objective(micro_batch=inputs.sweep.micro_batch)
+        passes.value(inputs.loaded.model, inputs.data[0])  # the first pass takes longer
+        start = time.perf_counter()
+        passes.value(inputs.loaded.model, inputs.data[0])
+        seconds = searches * len(inputs.data) * 30 * (time.perf_counter() - start)
+        said += f", roughly {f'{seconds:.0f} s' if seconds < 90 else f'{seconds / 60:.0f} min'}"
+    return said
+
+
+def _unsound(sweep: Sweep, checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
+    """Load every checkpoint, and pass some examples of all data through it; say at once what does not work."""
+    found = dict[str, str]()
+    for checkpoint in checkpoints:
+        try:
+            inputs = _Inputs(sweep, checkpoint)
+            for choice in sweep.sources():
+                few = replace(choice, batches=1, batch_size=min(4, choice.batch_size))
+                batch = few.load(inputs.loaded, sweep.device)[0]
+                with torch.no_grad():
+                    Objective()(inputs.loaded.model, batch)
+        except Exception as error:  # the sweep continues with the others
+            found[checkpoint.name] = words_of(error)
+            _say(f"{checkpoint.name}: {words_of(error)}")
+    return found
+
+
+def _say(text: str) -> None:
+    """Write to standard error, above the bars."""
+    tqdm.write(f"sharpness: {text}", file=sys.stderr)
 
 
 class _Inputs:
@@ -151,12 +170,12 @@ class _Inputs:
         return self.sweep.data.load(self.loaded, self.sweep.device)
 
 
-def _attempt(job: Row, inputs: _Inputs) -> list[Row]:
+def _attempt(job: Row, inputs: _Inputs, *, progress: bool) -> list[Row]:
     """Return the rows of a job; what failed, all of it or a radius at which the loss is not finite, has an error."""
     start = time.perf_counter()
     try:
         if job["kind"] == "sharpness":
-            rows = _sharpness(job, inputs)
+            rows = _sharpness(job, inputs, progress)
         else:
             rows = [_fit(inputs) if job["kind"] == "fit" else _baselines(inputs)]
             for name, value in rows[0].items():
@@ -177,10 +196,10 @@ def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str
     return evaluate(model, batches, measure=switched(name, ablation), statistic=statistic, **settings)
 
 
-def _sharpness(job: Row, inputs: _Inputs) -> list[Row]:
+def _sharpness(job: Row, inputs: _Inputs, progress: bool) -> list[Row]:
     """Return a row for each radius."""
     radii, rows = sorted(job["rho"]), list[Row]()
-    settings = {**job["settings"], "ablation": job["ablation"], "keep_directions": False, "progress": False}
+    settings = {**job["settings"], "ablation": job["ablation"], "keep_directions": False, "progress": progress}
     while True:
         try:
             result = measured(job["measure"], inputs.loaded.model, inputs.data, rho=radii, **settings)
@@ -241,136 +260,3 @@ def _baselines(inputs: _Inputs) -> dict[str, float | None]:
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that results depend on."""
     return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
-
-
-def job_key(job: Mapping[str, Any]) -> str:
-    """Hash a job for the name of its file, by contents and not by paths."""
-    known = {k: v for k, v in job.items() if k != "model" or not Path(v).exists()}
-    for name in ("data", "train", "test"):
-        if name in known and not is_function(known[name]["source"]):
-            known[name] = {k: v for k, v in known[name].items() if k != "source"}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def read_rows(folder: str | os.PathLike[str], sweep: Sweep, *, failed: bool = False) -> list[dict[str, Any]]:
-    """Read the rows of all finished jobs, in the order of the sweep.
-
-    Parameters
-    ----------
-    folder
-        The folder of :func:`run_sweep`.
-    sweep : Sweep
-        Whose rows are returned; the folder may have those of others too.
-    failed : bool
-        Read instead what failed when it was last tried: of every failure the job and, under ``"error"``, why; where a
-        single radius failed, with that ``"rho"``.
-
-    Returns
-    -------
-    list of dict
-        One row per radius of a measure, one for a checkpoint's fit, and one for its baselines; see
-        :func:`sharpness.study.read_results`.
-
-    Raises
-    ------
-    FileNotFoundError
-        The folder contains no results.
-
-    Examples
-    --------
-    A network whose data have no finite loss can be tested, but not measured:
-
-    >>> import tempfile, torch
-    >>> from sharpness.data import DataChoice
-    >>> from sharpness.study import Checkpoint, Sweep
-    >>> net = Checkpoint("net", "torch.nn:PReLU")
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     torch.save({"x": torch.randn(4, 4), "y": torch.arange(4)}, f"{place}/data.pt")
-    ...     torch.save({"x": torch.full((4, 4), torch.nan), "y": torch.arange(4)}, f"{place}/nan.pt")
-    ...     data, other = DataChoice(f"{place}/data.pt"), DataChoice(f"{place}/nan.pt")
-    ...     sweep = Sweep(checkpoints=(net,), data=other, train=data, test=data, measures=("gradient-norm",))
-    ...     _ = run_sweep(sweep, place, progress=False)
-    ...     (row,), (failure,) = read_rows(place, sweep), read_rows(place, sweep, failed=True)
-    >>> row["checkpoint"], row["kind"], row["test_error"] == row["train_error"]
-    ('net', 'fit', True)
-    >>> failure["measure"], failure["error"]
-    ('gradient-norm', 'the loss of batch 0 is nan; a sharpness needs a finite loss to start from')
-    """
-    place = Path(folder) / "jobs"
-    if not place.is_dir():
-        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'jobs')")
-    jobs = (job for checkpoint in sweep.checkpoints for job in sweep.jobs(checkpoint))
-    return [row for job in jobs for row in _rows_of(job, place) if ("error" in row) == failed]
-
-
-def _rows_of(job: dict[str, Any], place: Path) -> list[dict[str, Any]]:
-    """Read the rows of a job, of which those that failed have an error; none if its file is missing or invalid.
-
-    What is known of a job whose model cannot be read is the job itself.
-    """
-    if "error" in job:
-        return [job]
-    try:
-        rows = msgspec.json.decode((place / f"{job_key(job)}.json").read_bytes(), type=list[dict[str, Any]])
-        msgspec.convert([row for row in rows if "error" not in row], list[AnyRow])
-    except (OSError, ValueError, RecursionError):
-        return []
-    return rows
-
-
-def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
-    """Write one JSON line per row."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a sweep's results.
-
-    Parameters
-    ----------
-    path
-        The folder of the sweep, or its ``results.jsonl``.
-
-    Returns
-    -------
-    list of dict
-        The rows, in the order of the file.
-
-    Raises
-    ------
-    ValueError, OSError
-        The file does not exist, or it does not contain such results.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     row = '{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}'
-    ...     _ = pathlib.Path(place, "results.jsonl").write_text(row)
-    ...     read_results(place)
-    [{'checkpoint': 'a', 'kind': 'fit', 'train_loss': 0.25}]
-    """
-    path = Path(path)
-    if path.is_dir():
-        if not (path / "results.jsonl").is_file() and (path / "jobs").is_dir():
-            raise FileNotFoundError(f"the sweep in {path} is not complete; run `sharpness sweep` again to resume it")
-        path = path / "results.jsonl"
-    if not path.is_file():
-        raise FileNotFoundError(f"there are no results at {path}; pass a sweep's folder, or its results.jsonl")
-    with naming(f"{path} holds no results of a sweep"):
-        text = path.read_text(encoding="utf-8")
-        if text.startswith("{\n"):
-            raise ValueError("it is the result of one run, not of a sweep; sharpness sweep measures many checkpoints")
-        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-        if not rows:
-            raise ValueError("there is no row in it")
-        msgspec.convert(rows, list[AnyRow])
-        numbers: dict[str, int] = {}
-        for number, row in enumerate(rows, 1):  # from two sweeps or data sets
-            place = json.dumps([row.get(k) for k in _PLACE], sort_keys=True)
-            first = numbers.setdefault(place, number)
-            if first < number:
-                raise ValueError(
-                    f"rows {first} and {number} are of the same checkpoint, measure and radius; keep one of them"
-                )
-    return rows

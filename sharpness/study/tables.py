@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..errors import require_extra
 from ..measures import MEASURES
 from ..plots import COLOURS, MARKERS, figure
-from .run import FITS, Row, label
+from .rows import FITS, Row, label
 
 _Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
@@ -328,9 +328,7 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
     """
     goal, frame = targets(rows, target), measurements(rows)
     if len(goal) < 3:
-        raise ValueError(
-            f"only {len(goal)} models have a {target}, and a ranking needs at least 3; give the sweep test data"
-        )
+        raise ValueError(f"only {len(goal)} models have a {target}; give the sweep more models, or test data")
     frame = frame[frame["checkpoint"].isin(goal) & ~frame["quantity"].isin(["test_loss", "test_error"])]
     columns = {place: part.set_index("checkpoint")["value"] for place, part in frame.groupby(_PLACE, sort=False)}
     without_radius = {quantity: values for (quantity, rho), values in columns.items() if not rho}

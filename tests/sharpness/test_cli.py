@@ -1,7 +1,12 @@
+import html
+import io
 import json
+import re
 import runpy
 import shlex
+import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -9,24 +14,20 @@ import torch
 from torch import nn
 
 import reproduction.cli
-from quotient_manifolds.symmetries import UnknownAttentionError
-from sharpness import cli, evaluate
-from tests import networks, spread, whole_networks
+from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, model_distance
+from sharpness import MEASURES, cli, evaluate
+from sharpness.errors import painted
+from sharpness.results import REFERENCE
+from tests import command_line, networks, spread, whole_networks
+from tests.command_line import commands
 
-
-def commands(parser, *names):
-    """The names of every command below a parser, and its own."""
-    yield names
-    for action in parser._actions:
-        if isinstance(action.choices, dict):
-            for name, command in action.choices.items():
-                yield from commands(command, *names, name)
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("program", [cli, reproduction.cli], ids=["sharpness", "reproduction"])
 def test_every_command_prints_its_help(program, capsys):
     """Two ended in a TypeError, for a default that is a list of numbers."""
-    found = list(commands(program.parser()))
+    found = [names for names, _ in commands(program.parser())]
     assert len(found) >= 7
     for names in found:
         with pytest.raises(SystemExit) as ended:
@@ -80,7 +81,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert cli.main(own) == 2
     assert "would replace" in capsys.readouterr().err
     assert cli.main(arguments) == 0
-    assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
+    assert re.search(r"^sharpness [\d.]+ ± [\d.]+ nats at ρ = 0.1 \(adaptive\): loss", capsys.readouterr().out)
     written = json.loads(out.read_text())
     found, local = written["results"]
     assert (found["rhos"], local["rhos"]) == ([0.1], [0.0])  # a gradient norm has no radius
@@ -106,7 +107,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     def refuse(*_):
         raise AssertionError("hashed for nothing: --out is not given")
 
-    monkeypatch.setattr("sharpness.commands.of_model", refuse)
+    monkeypatch.setattr("sharpness.study.plan.of_model", refuse)
     arguments = [
         "run",
         "tests.spread:model",
@@ -118,16 +119,20 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
         "--quiet",
     ]
     assert cli.main([*arguments, "--batches", "1"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[-3:-1] == ["error", "rate"]
+    assert "±" not in capsys.readouterr().out
     assert cli.main(arguments) == 0
     values = [b.value for b in evaluate(spread.model(), spread.batches(), measure="adaptive", rho=0.1).batches]
     expected = (sum((v - sum(values) / 3) ** 2 for v in values) / 2 / 3) ** 0.5
-    assert f" {expected:.5f} " in capsys.readouterr().out
+    found = re.match(r"sharpness (\S+) ± (\S+) nats at ρ = 0.1", capsys.readouterr().out)
+    assert float(found[1]) == pytest.approx(sum(values) / 3, abs=0.06 * expected)  # as many digits as the error has
+    assert float(found[2]) == pytest.approx(expected, rel=0.05)
     assert cli.main([*arguments[:3], "--measure", "gradient-norm", "--quiet"]) == 0
     found = evaluate(spread.model(), spread.batches(), statistic="gradient norm")
     values = [b.value for b in found.batches]
     expected = (sum((v - sum(values) / 3) ** 2 for v in values) / 2 / 3) ** 0.5
-    assert f": {float(found):.6g} ± {expected:.2g}, 3 batches" in capsys.readouterr().out
+    printed = re.fullmatch(r"gradient norm (\S+) ± (\S+) \(geodesic-inv\)\n", capsys.readouterr().out)
+    assert float(printed[1]) == pytest.approx(float(found), abs=0.06 * expected)
+    assert float(printed[2]) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +168,8 @@ def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     assert cli.main(run) == 2
     assert f"writing to {out} would " in capsys.readouterr().err
-    if data == "data":
-        assert cli.main([*run[:-2], "--figures", "data/figures"]) == 2
-        assert "writing to data/figures would change data, which is read" in capsys.readouterr().err
+    assert cli.main([*run[:-2], "--report", out]) == 2
+    assert f"writing to {out} would " in capsys.readouterr().err
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
 
 
@@ -174,7 +178,7 @@ def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         cli.main(["symmetries", "tests.spread:model", "tests.spread:batches"])
     said = capsys.readouterr().err
-    assert "unrecognized arguments: tests.spread:batches; see sharpness --help" in said
+    assert "unrecognized arguments: tests.spread:batches; see sharpness symmetries --help" in said
 
     def unknown(*_, **__):
         raise UnknownAttentionError("encoder", nn.Linear, "softmax")
@@ -184,40 +188,218 @@ def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
     assert 'or use measure="adaptive", which needs none\n' in capsys.readouterr().err
 
 
-def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
+def test_the_report_of_a_run(tmp_path, capsys, monkeypatch):
+    """One file, with nothing to load from elsewhere: every number, two figures a measure, and how it was made."""
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(Path(__file__).parent)
-    out, figures = tmp_path / "out.json", tmp_path / "figures"
-    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out), "--figures"]
-    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm"]) == 0
-    assert "drawn: " in capsys.readouterr().err
-    drawn = {p.name for p in figures.iterdir()}
-    assert drawn == {"geodesic-inv-profile.png", "geodesic-inv-layers.png"}
-    assert len(json.loads(out.read_text())["results"]) == 2
+    out, report = tmp_path / "out.json", tmp_path / "report.html"
+    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out), "--report"]
+    assert cli.main([*arguments, str(report), "--measure", "geodesic-inv", "adaptive", "gradient-norm"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    page = html.unescape(report.read_text())
+    assert page.count('" src="data:image/png;base64,') == 4
+    assert "http" not in page
+    for said in (*lines[:1], *lines[-4:-1], '"command": "sharpness run tests.spread:model', "Search(steps=20, "):
+        assert said in page
+    assert len(json.loads(out.read_text())["results"]) == 3
     # What is wrong is known before any measure takes its time.
     out.unlink()
-    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "adaptive", "--rho", "-1"]) == 2
+    monkeypatch.setattr("sharpness.models.load", None)
+    assert cli.main([*arguments, str(report), "--measure", "geodesic-inv", "adaptive", "--rho", "-1"]) == 2
     assert "rho must be one or several positive numbers" in capsys.readouterr().err
-    (tmp_path / "file").touch()
-    assert cli.main([*arguments, str(tmp_path / "file")]) == 2
+    assert cli.main([*arguments, str(tmp_path)]) == 2
+    assert "is a folder; name a file" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main([*arguments, str(figures)]) == 2
-    assert "figures need matplotlib" in capsys.readouterr().err
+    assert cli.main([*arguments, str(report)]) == 2
+    assert "a report needs matplotlib and pandas: install the extra plot" in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, capsys, monkeypatch):
+def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, monkeypatch):
     def too_flat(*_, **__):
         raise ValueError("too flat")
 
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(Path(__file__).parent)
-    monkeypatch.setattr("sharpness.plots.plot_model", too_flat)
-    out = tmp_path / "out.json"
+    monkeypatch.setattr("sharpness.plots.profile", too_flat)
+    out, report = tmp_path / "out.json", tmp_path / "report.html"
     arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
-    assert cli.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
-    assert "no figures of geodesic-inv: too flat" in capsys.readouterr().err
+    assert cli.main([*arguments, "--report", str(report)]) == 0
+    assert "no figures of geodesic-inv: too flat" in report.read_text()
     assert len(json.loads(out.read_text())["results"]) == 1
+
+
+def test_several_measures_end_in_one_table(capsys, monkeypatch):
+    """A line for each measure and radius, with the shares of the parts; settings are said where they are asked for."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent)
+    measures = ["geodesic-inv", "adaptive", "gradient-norm"]
+    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--measure", *measures]
+    assert cli.main([*arguments, "--rho", "0.1", "0.2"]) == 0
+    printed = capsys.readouterr().out
+    head, *rows = printed.splitlines()[-5:]
+    assert head.split() == ["measure", "ρ", "sharpness", "converged", "Q–K", "V–O", "MLP", "norms", "head"]
+    assert [row.split()[:2] for row in rows] == [[m, rho] for m in measures[:2] for rho in ("0.1", "0.2")]
+    model, batches = spread.model(), spread.batches()
+    for row in rows:
+        name, rho, value, _, error, *_ = row.split()
+        result = evaluate(model, batches, measure=name, rho=float(rho), progress=False)
+        assert float(value) == pytest.approx(float(result), abs=0.06 * float(error))
+        shares = [f"{share:.0%}" for share in result.by_layer().by_part().values()]
+        assert row.split()[-5:] == shares
+    assert "steps=20" not in printed
+    assert cli.main([*arguments[:-1], "--rho", "0.1", "--verbose"]) == 0
+    assert capsys.readouterr().out.count("Search(steps=20, ") == 2
+
+
+class Guesses(nn.Module):
+    """Two classes by the sign of a product, certain where its weight is large."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+    def forward(self, x):
+        return torch.stack([self.weight * x, -self.weight * x], 1)
+
+
+def small_weight():
+    return Guesses(0.05)
+
+
+def signs():
+    return [(torch.tensor([1.0, -1.0]), torch.tensor([0, 1]))]
+
+
+def test_a_ball_that_reaches_models_that_guess(capsys, monkeypatch):
+    """Where the largest loss passes log K, the number says how large a broken network's loss is."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent)
+    here = "tests.sharpness.test_cli"
+    run = ["run", f"{here}:small_weight", f"{here}:signs", "--measure", "euclidean", "--quiet", "--rho"]
+    assert cli.main([*run, "0.04", "0.1"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "guess" in line]
+    # 0.05 − 0.04 still has the right sign; 0.05 − 0.1 has the loss log(1 + exp(0.1)).
+    assert said == [
+        "- at ρ = 0.1 the ball reaches models that guess: the largest loss is 0.74, that of guessing among 2 classes "
+        "0.69; try a smaller radius"
+    ]
+
+
+def test_the_number_stands_beside_reference_values(capsys, monkeypatch):
+    """At the radius at which they were recorded, and only there."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text())["rows"]
+    for name, ends in REFERENCE.items():
+        values = [row["sharpness"] for row in rows if row["measure"] == name]
+        assert len(values) == 5
+        assert ends == (pytest.approx(min(values), abs=5e-4), pytest.approx(max(values), abs=5e-4))
+        assert {row["rho"] for row in rows if row["measure"] == name} == {MEASURES[name].rho}
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent)
+    run = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--measure", "adaptive", "--rho"]
+    assert cli.main([*run, "0.5", "0.2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [i for i, line in enumerate(lines) if "0.02 to 0.29 nats at this radius in five small models" in line] == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rum"], "(did you mean run?)"),
+        (["run", "m", "d", "--meazure", "x"], "run: unrecognized arguments: --meazure x (did you mean --measure?)"),
+        (["table", "results", "--target", "gup"], "(did you mean gap?)"),
+        (["table", "results", "--zzz"], "unrecognized arguments: --zzz; see"),
+    ],
+)  # fmt: skip
+def test_what_was_meant_is_named(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_measure_that_was_meant_is_named(capsys):
+    assert cli.main(["run", "m", "d", "--measure", "geodesic"]) == 2
+    assert "unknown measure 'geodesic' (did you mean geodesic-" in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import sys
+from sharpness import cli
+for words in (["--version"], [], ["--help"], ["run", "--help"], ["sweep", "--help"], ["rum"]):
+    try:
+        assert cli.main(words) == 0
+    except SystemExit as ended:
+        assert ended.code == (2 if words == ["rum"] else 0)
+slow = {"torch", "numpy", "scipy", "geoopt", "msgspec", "tqdm", "quotient_manifolds"}
+assert not slow & set(sys.modules), slow & set(sys.modules)
+"""
+
+
+def test_the_parser_does_not_wait_for_torch():
+    """Help takes a tenth of a second, not two."""
+    found = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert found.returncode == 0, found.stderr
+    first, second, *_ = found.stdout.splitlines()
+    assert first == f"sharpness {version('quotient-manifolds')}"
+    assert second.startswith("usage: sharpness COMMAND")
+
+
+def test_what_is_needed_comes_first(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: sharpness run MODEL DATA [OPTIONS]\n")
+    places = [printed.index(f"\n  {word}") for word in ("MODEL", "DATA", "--text", "--label", "--measure", "--steps")]
+    assert places == sorted(places)
+
+
+def test_the_environment_of_a_report(capsys):
+    assert cli.main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert f"torch {version('torch')}\n" in printed
+    assert f"quotient-manifolds {version('quotient-manifolds')}\n" in printed
+
+
+def test_colours_only_where_somebody_sees_them(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert painted("so", "1", Terminal()) == "\033[1mso\033[0m"
+    assert painted("so", "1", io.StringIO()) == "so"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert painted("so", "1", Terminal()) == "so"
+
+
+def test_the_reference_is_that_of_the_parser():
+    assert command_line.PAGE.read_text() == "\n".join(command_line.reference()), "python -m tests.command_line"
+    found = list(commands(cli.parser()))
+    assert len(found) == 1 + command_line.PAGE.read_text().count("\n## ")
+
+
+def test_two_models_are_compared(tmp_path, capsys):
+    """The distance that model_distance computes; none between equivalent ones."""
+    torch.set_default_dtype(torch.float32)
+    one, two = whole_networks.build("vit").float(), whole_networks.build("vit").float()
+    networks.shake(two)
+    one.save_pretrained(tmp_path / "one")
+    two.save_pretrained(tmp_path / "two")
+    apply_random_symmetry_(one, 3.0)
+    one.save_pretrained(tmp_path / "moved")
+    assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "two"), "--metric", "mix"]) == 0
+    first, head, *rows = capsys.readouterr().out.splitlines()
+    found = model_distance(one, two, metric="mix")
+    assert float(first.split()[1]) == pytest.approx(found.total, rel=1e-3)
+    assert head.split() == ["layer", "qk", "vo"]
+    assert sum(float(v) ** 2 for row in rows if row[0] != "-" for v in row.split()[1:]) == pytest.approx(
+        found.total**2, rel=1e-2
+    )
+    assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "moved")]) == 0
+    assert float(capsys.readouterr().out.split()[1]) < 1e-3
 
 
 def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):

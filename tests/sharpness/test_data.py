@@ -157,7 +157,7 @@ def test_run_on_images(folder, capsys):
     assert cli.main([*command, "--quiet"]) == 2
     assert "does not say how to prepare them; give it an image_transform" in capsys.readouterr().err
     assert cli.main(["run", "tests.pictures:picture_network", *command[2:], "--quiet"]) == 0
-    assert "adaptive sharpness of Sequential" in capsys.readouterr().out
+    assert "nats at ρ = 0.05 (adaptive)" in capsys.readouterr().out
 
 
 def test_names_that_differ_in_case_and_labels_that_are_none(tmp_path):
@@ -536,7 +536,7 @@ def test_run_on_a_table(tmp_path, capsys):
     assert "use its own tokenizer" in capsys.readouterr().err
     wordpiece(["a", "b", "c"], 20, length=16).save_pretrained(folder)
     assert cli.main(command) == 0
-    assert "geodesic-inv sharpness of BertForSequenceClassification: 1 batch" in capsys.readouterr().out
+    assert " (geodesic-inv): loss " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main([*command, "--label-map", "pos=1,neg=0,pos=2"])
     assert "labels are mapped by NAME=NUMBER,…, each once" in capsys.readouterr().err

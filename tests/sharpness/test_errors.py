@@ -48,6 +48,7 @@ def test_a_defect_shows_where_it_is(monkeypatch, capsys):
             "there is no data at nope",
         ),
         (["toy", "--out", ""], "the path is empty"),
+        (["run", "bert-base-uncased", "x.tsv"], "nothing is downloaded"),
         (["run", "./no/such/folder", "tests.spread:batches"], "there is no folder './no/such/folder'"),
     ],
 )
@@ -67,7 +68,7 @@ def test_what_is_wrong_is_known_before_the_work(arguments, words, capsys, monkey
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'quotient-manifolds\[plot\]'"):
+    with pytest.raises(ImportError, match=r"install the extra plot, pip install '\.\[plot\]' in the checkout"):
         plots.plot_profile(Profile("adaptive", (0.0, 1.0), {"first-order": (1.0, 2.0)}, 1.0))
 
 

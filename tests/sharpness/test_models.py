@@ -65,6 +65,7 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
         (["bad"], "bad cannot be loaded: It looks like the config file"),
         (["odd"], "odd cannot be loaded: AttributeError: module transformers has no attribute NoSuchModel"),
         (["nonsense"], "not the name of an open_clip or timm model"),
+        (["org/bert-base"], "by from_pretrained('org/bert-base') and save_pretrained(folder), and pass the folder"),
     ]:
         assert cli.main(["symmetries", *arguments]) == 2
         err = capsys.readouterr().err

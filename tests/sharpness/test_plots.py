@@ -1,3 +1,5 @@
+import base64
+import re
 import sys
 
 import matplotlib
@@ -75,34 +77,31 @@ def test_layers():
         plots.plot_layers(LayerShares())
 
 
-def test_everything_of_a_model(tmp_path):
+def test_a_report_is_of_the_largest_radius(tmp_path, monkeypatch):
     model, batch = networks.vit(), networks.images()
-    result = sharpness.evaluate(model, [batch], rho=[0.01, 0.05], progress=False)
-    drawn = plots.plot_model(model, batch, result, tmp_path / "figures")
-    assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png"]
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
+    result = sharpness.evaluate(model, [batch], rho=[0.05, 0.01], progress=False)
+    drawn, profile, layers = {}, plots.plot_profile, plots.plot_layers
+    monkeypatch.setattr("sharpness.plots.plot_profile", lambda found: profile(drawn.setdefault("profile", found)))
+    monkeypatch.setattr("sharpness.plots.plot_layers", lambda found: layers(drawn.setdefault("layers", found)))
     seen = []
 
     def loss_fn(model, batch):
         seen.append(len(batch[1]))
         return nn.functional.cross_entropy(model(batch[0]).logits, batch[1])
 
-    plots.plot_model(model, batch, result, tmp_path / "figures", loss_fn=loss_fn, micro_batch=5)
+    plots.write_report(tmp_path / "r.html", model, batch, [result], loss_fn=loss_fn, micro_batch=5)
     assert set(seen) == {5, 2}
-    gone = sharpness.evaluate(model, [batch], rho=0.05, keep_directions=False, progress=False)
-    with pytest.raises(KeyError, match="keep_directions"):
-        plots.plot_model(model, batch, gone, tmp_path)
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
-    flat = sharpness.evaluate(plain, [batch], measure="adaptive", progress=False)
-    assert len(plots.plot_model(plain, batch, flat, tmp_path)) == 2
-
-
-def test_the_largest_radius_is_drawn(tmp_path, monkeypatch):
-    model, batch = networks.vit(), networks.images()
-    result = sharpness.evaluate(model, [batch], rho=[0.05, 0.01], progress=False)
-    drawn = {}
-    monkeypatch.setattr("sharpness.plots.plot_profile", lambda found, path: drawn.update(profile=found))
-    monkeypatch.setattr("sharpness.plots.plot_layers", lambda found, path: drawn.update(layers=found))
-    plots.plot_model(model, batch, result, tmp_path)
     assert drawn["profile"].radius == pytest.approx(0.05)
     assert drawn["layers"] == result[0.05].by_layer() != result[0.01].by_layer()
+    pictures = re.findall(r"base64,([^\"]*)", (tmp_path / "r.html").read_text())
+    assert [base64.b64decode(p)[:4] for p in pictures] == [b"\x89PNG"] * 2
+    gone = sharpness.evaluate(model, [batch], rho=0.05, keep_directions=False, progress=False)
+    plots.write_report(tmp_path / "r.html", model, batch, [gone], {"a": "<b>"})
+    page = (tmp_path / "r.html").read_text()
+    assert "no figures of geodesic-inv: " in page
+    assert "keep_directions=True" in page
+    assert "&lt;b&gt;" in page
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    flat = sharpness.evaluate(plain, [batch], measure="adaptive", progress=False)
+    plots.write_report(tmp_path / "r.html", plain, batch, [flat])
+    assert (tmp_path / "r.html").read_text().count("<img") == 2

@@ -1,6 +1,7 @@
 """Results: their table and files, and the shares of layers, heads and parts in a worst direction."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from quotient_manifolds.symmetries import GL, PairStack, apply_random_symmetry_,
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 from sharpness import LayerShare, LayerShares
+from sharpness.results import settings
 from sharpness.shares import PARTS, NetworkParts, _layer
 from tests import networks
 from tests.whole_networks import build, inputs, loss
@@ -19,10 +21,14 @@ from tests.whole_networks import build, inputs, loss
 def test_table_json_and_directions(tmp_path):
     model, batch = networks.vit(), networks.images()
     result = sharpness.evaluate(model, [batch], rho=[0.1, 0.2], steps=2)
-    table = str(result).splitlines()
-    assert "geodesic-inv sharpness of ViTForImageClassification: 1 batch, power ascent of 2 steps" in table[0]
-    assert table[1] == "second-order geodesics"
-    assert len([line for line in table if line.split()[0] in ("0.1", "0.2")]) == 2
+    said = str(result).splitlines()
+    assert [re.match(r"sharpness \d.*? nats at ρ = (\S+) \(geodesic-inv\): loss", line)[1] for line in said[:2]] == [
+        "0.1", "0.2",
+    ]  # fmt: skip
+    how = settings(result)
+    assert how.startswith("worst of ViTForImageClassification: 1 batches, Measure(name='geodesic-inv'")
+    assert "geodesic='second-order'" in how
+    assert "Search(steps=2," in how
     result.to_json(tmp_path / "r.json")
     found = json.loads((tmp_path / "r.json").read_text())
     assert found == result.to_dict()
@@ -246,3 +252,21 @@ def test_a_trace_from_one_random_vector_has_no_error():
     found = sharpness.hessian(torch.nn.Linear(2, 2), [(torch.eye(2), torch.arange(2))], num_matvecs=3)
     assert found.std_error is None
     assert "±" not in str(found)
+
+
+def test_a_number_has_as_many_digits_as_its_error():
+    model = torch.nn.Linear(4, 3)
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
+    (found,) = result.batches
+    for values, words in (
+        ((0.512345,), "sharpness 0.512 nats"),
+        ((0.4, 0.6), "sharpness 0.50 ± 0.10 nats"),
+        ((0.5123, 0.5125), "sharpness 0.51240 ± 0.00010 nats"),
+        ((100.0, 190.0), "sharpness 145 ± 45 nats"),
+        ((0.5, 0.5), "sharpness 0.5 nats"),
+    ):
+        batches = tuple(replace(found, batch=i, value=value) for i, value in enumerate(values))
+        assert str(replace(result, batches=batches)).startswith(words + " at ρ = 0.1 (adaptive)")
+    regression = replace(found, base_error=None, worst_error=None)
+    assert "nats" not in str(replace(result, batches=(regression,)))

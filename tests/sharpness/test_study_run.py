@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from sharpness import cli
-from sharpness.study import plan, read_config, read_rows, run_sweep
+from sharpness.study import plan, read_config, read_results, read_rows, run_sweep
 from tests import networks
 from tests.extent import EXHAUSTIVE
 from tests.pictures import picture_network
@@ -91,7 +92,7 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
     run = ["run", "halves:model", "train.pt", "--measure", "adaptive", "--rho", "0.1", "--quiet"]
     assert cli.main(run) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(frozen)
+    assert printed.startswith(f"- {frozen}")
     assert unused in printed
 
 
@@ -108,8 +109,8 @@ def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
     torch.save({"0.weight": torch.zeros(2, 2)}, "collection/net2.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     err = capsys.readouterr().err
-    assert "sharpness: net1.pt, fit: collection/net1.pt is not a plain state dict of tensors" in err
-    assert "net2.pt, adaptive: the weights in collection/net2.pt are not those of Sequential" in err
+    assert "sharpness: net1.pt: collection/net1.pt is not a plain state dict of tensors" in err
+    assert "net2.pt: the weights in collection/net2.pt are not those of Sequential" in err
     assert "Traceback" not in err
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net3.pt"}
     torch.manual_seed(1)
@@ -264,7 +265,7 @@ def test_whatever_one_model_raises_the_others_go_on(place, capsys):
     err = capsys.readouterr().err
     assert "cut.safetensors is not a readable safetensors file" in err
     for k in kinds:
-        assert f"{k}.pt, adaptive: {k}: odd" in err
+        assert f"{k}.pt: {k}: odd" in err
     run_sweep(read_config("sweep.json"), "sound", progress=False)
     assert [r for r in rows_of("out", "bad.json") if r["checkpoint"].startswith("net")] == rows_of("sound")
 
@@ -300,17 +301,17 @@ def test_bert_folders_good_and_bad(place, capsys):
     config = {"checkpoints": "berts/*", "data": "texts.tsv", "measures": ["geodesic-inv"], "rho": 0.05, "steps": 2}
     (place / "berts.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "berts.json", "--out", "b", "--quiet"]) == 1
-    said = {line.split()[1]: line for line in capsys.readouterr().err.splitlines() if line.startswith("sharpness:")}
+    said = {line.split()[1]: line for line in capsys.readouterr().err.splitlines() if line.startswith("sharpness: ")}
     assert [r["checkpoint"] for r in rows_of("b", "berts.json")] == ["good"], said
     assert rows_of("b", "berts.json")[0]["sharpness"] > 0
-    assert set(said) == {"wordless,", "narrow,", "nameless,", "pickled,"}
-    assert "the model has no tokenizer: put one into its folder" in said["wordless,"]
-    assert "'good', which is not the name of a class (LABEL_0, LABEL_1); say what labels mean" in said["narrow,"]
+    assert set(said) == {"wordless:", "narrow:", "nameless:", "pickled:"}
+    assert "the model has no tokenizer: put one into its folder" in said["wordless:"]
+    assert "'good', which is not the name of a class (LABEL_0, LABEL_1); say what labels mean" in said["narrow:"]
     assert (
         "'good', which is not the name of a class (LABEL_0, LABEL_1, LABEL_2); say what labels mean"
-        in said["nameless,"]
+        in said["nameless:"]
     )
-    assert "pickled cannot be loaded: UnpicklingError: Weights only load failed" in said["pickled,"]
+    assert "pickled cannot be loaded: UnpicklingError: Weights only load failed" in said["pickled:"]
     assert not Path("executed").exists()
 
 
@@ -337,7 +338,7 @@ def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
     assert not Path("executed").exists()
 
 
-def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
+def test_data_that_cannot_be_read_is_said_once(place, capsys):
     config = json.loads(Path("sweep.json").read_text())
     config |= {"checkpoints": [{"path": "collection/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
     (place / "bad.tsv").write_bytes(b"text\tlabel\nna\xefve\t1\n")
@@ -345,8 +346,11 @@ def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert all("bad.tsv is not UTF-8; convert the file" in line for line in lines)
-    assert len(lines) == 5  # the fit, and two measures with two settings each
+    assert len(lines) == 1  # not by the fit, and two measures with two settings each
     assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
+    assert cli.main(["table", "bad"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"failed: net0.pt (fit, adaptive, euclidean): {lines[0].removeprefix('sharpness: net0.pt: ')}"
     torch.save(picture_network().state_dict(), "pictures.pt")
     config |= {"checkpoints": [{"path": "pictures.pt", "model": "tests.pictures:picture_network"}], "data": "empty"}
     (place / "empty" / "cat").mkdir(parents=True)
@@ -371,3 +375,73 @@ def test_results_of_something_else_are_not_replaced(place, capsys):
     assert cli.main(["sweep", "sweep.json", "--out", "mine", "--quiet"]) == 2
     assert "results.jsonl is not from a sweep into this folder" in capsys.readouterr().err
     assert Path("mine/results.jsonl").read_text() == "my own table"
+
+
+def test_what_is_wrong_is_known_before_the_first_search(place, capsys, monkeypatch):
+    """A column of the test data that has another name was told after half an hour; now nothing is measured first."""
+    torch.save({"x": torch.randn(12, 5), "y": torch.randint(3, (12,))}, "narrow.pt")
+    config = json.loads(Path("sweep.json").read_text()) | {"test": "narrow.pt"}
+    Path("wrong.json").write_text(json.dumps(config))
+    monkeypatch.setattr("sharpness.study.run.evaluate", lambda *_, **__: pytest.fail("it measures"))
+    for more in (["--dry-run"], []):
+        assert cli.main(["sweep", "wrong.json", "--out", "wrong", "--quiet", *more]) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split()[1] for line in lines] == [f"net{i}.pt:" for i in range(4)]
+        assert all("mat1 and mat2 shapes cannot be multiplied (4x5 and 6x8)" in line for line in lines)
+        assert Path("wrong").exists() == (not more)
+
+
+def test_failures_are_said_when_they_happen(place, capsys, monkeypatch):
+    from sharpness.study import run
+
+    measured, seen = run.measured, []
+
+    def fails_once(name, *arguments, **options):
+        seen.append(capsys.readouterr().err)
+        if len(seen) == 2:
+            raise ValueError("no more")
+        return measured(name, *arguments, **options)
+
+    monkeypatch.setattr("sharpness.study.run.measured", fails_once)
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    assert [bool(said) for said in seen[:4]] == [False, False, True, False]
+    assert seen[2] == "sharpness: net0.pt, euclidean: no more\n"
+    assert cli.main(["table", "out"]) == 0
+    assert "failed: net0.pt (euclidean): no more\n" in capsys.readouterr().err
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 0
+    assert cli.main(["table", "out"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_plan_is_said_first(place, capsys):
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    # Two radii of one measure and one of the other, each as it is and as an average.
+    assert re.search(r"4 of 4 checkpoints, 24 searches, roughly \d+ (s|min); 0 of 20 jobs are done\n", said)
+    assert not Path("out").exists()
+    run_sweep(read_config("sweep.json"), "out", progress=False)
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--dry-run"]) == 0
+    assert "0 of 4 checkpoints, 0 searches; 20 of 20 jobs are done" in capsys.readouterr().err
+
+
+def test_a_sweep_without_a_configuration(place, capsys):
+    """The rows are those of the same sweep from a file."""
+    config = json.loads(Path("sweep.json").read_text()) | {"rho": [0.1, 0.3], "ablations": [{}]}
+    config["test"] = {"source": "test.pt", "batch_size": 8}
+    Path("same.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "same.json", "--out", "file", "--quiet"]) == 0
+    nets = sorted(map(str, Path("collection").glob("*.pt")))
+    data = shlex.split("--data train.pt --test test.pt --batch-size 8 --num-examples 16 --subset-seed 3")
+    words = [*data, "--measure", "adaptive", "euclidean", "--rho", "0.1", "0.3", "--steps", "4", "--quiet"]
+    assert cli.main(["sweep", *nets, "--model", "sweepmodel:model", *words, "--out", "words"]) == 0
+    rows = (read_results(name) for name in ("file", "words"))
+    one, two = ([{k: v for k, v in row.items() if k not in ("seconds", "job")} for row in found] for found in rows)
+    assert one == two
+    assert {row.get("rho") for row in two} == {None, 0.1, 0.3}
+    for wrong, said in (
+        (["sweep.json", "--measure", "adaptive"], "sweep.json says what is measured; leave out measure"),
+        (nets, "give the data with --data, or a configuration"),
+        ([nets[0], nets[0], *data], "two checkpoints are called 'net0.pt'"),
+    ):
+        assert cli.main(["sweep", *wrong, "--out", "wrong"]) == 2
+        assert said in capsys.readouterr().err

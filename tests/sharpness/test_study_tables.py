@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import reproduction.statistics
 from reproduction.tables import read_table, write_rows
 from sharpness import cli
 from sharpness.study import compare, kendall, per_model, plot_sweep, read_results, targets
-from sharpness.study.run import write_results
+from sharpness.study.rows import write_results
 from tests.studies import study
 
 
@@ -252,3 +253,30 @@ def test_a_sweep_is_drawn(tmp_path):
 def test_few_models_bear_no_correlation(tmp_path, models, words):
     panel = plot_sweep(study(models=models), "gap", tmp_path / "scatter.png").axes[0]
     assert words in panel.get_title()
+
+
+def test_tables_fit_a_terminal(tmp_path, capsys, monkeypatch):
+    """Few models stand side by side, many columns in blocks; every number is there; a file has long lines."""
+    rows = study(models=2)
+    for row in rows:
+        if row["kind"] == "sharpness":
+            row["per_batch"] = [row["sharpness"] - 0.1, row["sharpness"] + 0.1]
+    write_results(tmp_path / "two.jsonl", rows)
+    write_results(tmp_path / "many.jsonl", study())
+    printed = {}
+    for name, columns in (("two", ""), ("two", "80"), ("many", ""), ("many", "80")):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert cli.main(["table", str(tmp_path / f"{name}.jsonl")]) == 0
+        printed[name, columns] = capsys.readouterr().out.partition("\n\n-")[0]
+    assert max(map(len, printed["two", "80"].splitlines())) <= 80
+    assert printed["two", ""].splitlines()[0].split()[:3] == ["model", "train", "loss"]
+    assert printed["two", "80"].splitlines()[0].split() == ["model", "m00", "m01"]
+    line = next(v for v in printed["two", "80"].splitlines() if v.startswith("geodesic-inv, rho = 0.1 "))
+    expected = [row["sharpness"] for row in rows if row.get("measure") == "geodesic-inv" and row["rho"] == 0.1]
+    assert [float(v) for v in line.split()[4::3]] == pytest.approx(expected[::2], rel=5e-3)
+    assert line.split()[5::3] == ["±"] * 2
+    assert all(float(v) == pytest.approx(0.1) for v in line.split()[6::3])
+    assert max(map(len, printed["many", ""].splitlines())) > 80 >= max(map(len, printed["many", "80"].splitlines()))
+    assert sorted(re.findall(r"[\d.]+ \[.*?\]", printed["many", ""])) == sorted(
+        re.findall(r"[\d.]+ \[.*?\]", printed["many", "80"])
+    )

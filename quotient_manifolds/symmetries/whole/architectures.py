@@ -146,7 +146,9 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
     if has(model, heads["norm"]):
         w.sites.append(Site("head", norm(model, heads["norm"]), (affine(model, heads["decoder"]),)))
     if has(model, "pre_classifier"):
-        w.neurons.append(neurons("pre_classifier", "relu", readers[0], affine(model, "classifier")))
+        down = affine(model, "classifier")
+        w.neurons.append(neurons("pre_classifier", "relu", readers[0], down))
+        w.hidden.append(("pre_classifier neurons", (*readers[0].written, down.matrix)))
     for names in (heads["logits"], heads["pairs"]):
         w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
     return readers or [affine(model, "classifier.dense|classifier")]
@@ -155,7 +157,7 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
 def _language(layout: Layout, model: Any, base: Any) -> Wiring:
     if getattr(base.config, "add_cross_attention", False) or has(base, "decoder.project_in"):  # the latter is OPT's
         return Wiring(closed=False)
-    w = Wiring(closed=not layout.post_norm)
+    w = Wiring(closed=not has(base, layout.projection) and not has(model, _TABLE["heads"]["norm"]))
     readers = _head(w, model, base)
     if has(base, "embeddings.token_type_embeddings"):
         layout = replace(layout, embeddings=_with_types(w, base))

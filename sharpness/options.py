@@ -1,0 +1,175 @@
+"""Options of a measurement: which data, and how to search; a parser reads them without importing torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    import torch
+
+    from .models import LoadedModel
+
+Ascent = Literal["power", "apgd"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Options of the search for the largest loss, or of its mean over random directions.
+
+    Attributes
+    ----------
+    steps : int
+        Upper bound on the steps of an ascent, of one forward and one backward pass each. Where the loss falls outwards
+        at the best point of the sphere, further ascents search inside the ball, on spheres of a half, a quarter, …
+        of the radius.
+    relative_tol : float
+        Stop an ascent when a first-order step can gain less than this share of the increase found so far; 0 takes all
+        steps.
+    ascent : {"power", "apgd"}
+        The generalised power method or Auto-PGD, see :mod:`sharpness.ascent`.
+    restarts : int
+        Number of further ascents from random directions; the best result counts.
+    num_samples : int
+        Number of random directions of an average, at one forward pass each.
+    seed : int
+        Seed of the random directions, which depend only on (seed, batch, number of the start or sample).
+
+    Raises
+    ------
+    ValueError
+        A value out of range.
+
+    Examples
+    --------
+    Its attributes are options of :func:`sharpness.evaluate`, and stand in what that returns:
+
+    >>> import sharpness, torch
+    >>> batch = torch.eye(2), torch.tensor([0, 1])
+    >>> sharpness.evaluate(torch.nn.Linear(2, 2), [batch], measure="adaptive", restarts=1, seed=3).search
+    Search(steps=20, relative_tol=0.0003, ascent='power', restarts=1, num_samples=20, seed=3)
+    """
+
+    steps: int = 20
+    relative_tol: float = 3e-4
+    ascent: Ascent = "power"
+    restarts: int = 0
+    num_samples: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        from quotient_manifolds.linalg import as_count
+
+        least = {"steps": 1, "restarts": 0, "num_samples": 1, "seed": 0}
+        for name, at_least in least.items():
+            most = 2**63 if name == "seed" else math.inf
+            object.__setattr__(self, name, as_count(name, getattr(self, name), least=at_least, most=most))
+        tol = self.relative_tol
+        if isinstance(tol, bool) or not isinstance(tol, Real) or not 0 <= tol < math.inf:
+            raise ValueError(f"relative_tol must be a number of at least 0, got {tol!r}")
+        if self.ascent not in get_args(Ascent):
+            raise ValueError(f"unknown ascent {self.ascent!r}; choose one of {', '.join(get_args(Ascent))}")
+
+
+class Batches(list[Any]):
+    """The batches of a source, with remarks about it, such as on files that were left out."""
+
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """A data set, with the choice of examples.
+
+    Attributes
+    ----------
+    source : str
+        - a folder of class folders of images;
+        - a ``.tsv``, ``.csv``, ``.jsonl`` or ``.parquet`` table of text (a ``.parquet`` may hold images);
+        - a folder that Hugging Face's ``datasets`` saved (``folder/split`` where it has several), of texts or images;
+        - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension runs over the
+          examples: with the names x and y batches are pairs, else dicts for a transformers model;
+        - ``module:function``, a function without arguments that returns an iterable of batches.
+    text : str
+        Column of the text: its name in the header, or its number from 0 where there is none.
+    label : str
+        Column of the label; models that predict the next token need none.
+    pair : str or None
+        Column of the second text, for pairs of texts.
+    label_map : mapping of str to int
+        The class number of each label; if empty, labels are numbers or names in the model's configuration.
+    header : bool
+        The first line of a .tsv or .csv file names the columns; without a header it is already data.
+    num_examples : int or None
+        Number of examples: the first ones, but at random if they stand class by class, as in folders of classes.
+    batch_size : int
+        Examples per batch at most. Batches are as equal as possible, since each counts as much as the others.
+    batches : int or None
+        Number of batches at most.
+    subset_seed : int or None
+        Choose the examples at random, with this seed; examples that stand class by class always are, by default with
+        the seed 0.
+    max_length : int
+        Longest input in tokens, unless the tokenizer's limit is lower.
+
+    Examples
+    --------
+    One choice serves many models, each with its own tokenizer or image transform:
+
+    >>> import sharpness, tempfile, torch
+    >>> from sharpness.models import LoadedModel
+    >>> mine = LoadedModel(torch.nn.Linear(4, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
+    ...     batches = DataChoice(f"{folder}/data.pt", batch_size=4, num_examples=6, subset_seed=0).load(mine)
+    >>> [len(y) for _, y in batches]
+    [3, 3]
+    >>> result = sharpness.evaluate(mine.model, batches, measure="adaptive", rho=0.1)
+    """
+
+    source: str
+    text: str = "text"
+    label: str = "label"
+    pair: str | None = None
+    label_map: Mapping[str, int] = field(default_factory=dict)
+    header: bool = True
+    num_examples: int | None = None
+    batch_size: int = 256
+    batches: int | None = None
+    subset_seed: int | None = None
+    max_length: int = 128
+
+    def __post_init__(self) -> None:
+        from quotient_manifolds.linalg import as_count
+
+        for name, least in {"batch_size": 1, "batches": 1, "num_examples": 1, "subset_seed": 0}.items():
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_count(name, getattr(self, name), least=least))
+
+    def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
+        """Read the batches for a model.
+
+        Parameters
+        ----------
+        loaded : LoadedModel
+            Provides its tokenizer, image transform and class names.
+        device : torch.device or str
+            Device of the batches.
+
+        Returns
+        -------
+        list
+            Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs of images, float32
+            (examples, channels, height, width), and classes. Its ``remarks`` say what was left out.
+
+        Raises
+        ------
+        ValueError, OSError, ImportError
+            The data cannot be read, or there is too little of it.
+        """
+        batches: Batches = import_module("sharpness.data").batches_of(self, loaded, device)
+        return batches

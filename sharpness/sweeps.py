@@ -1,0 +1,230 @@
+"""The commands for many models: each is a function, see :mod:`sharpness.commands`."""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import say
+from .files import check_apart
+from .options import DataChoice
+
+Target = Literal["gap", "loss-gap", "test-error", "test-loss"]
+
+
+def sweep(
+    checkpoints: tuple[str, ...],
+    *,
+    out: Path,
+    dry_run: bool = False,
+    shard: str = "1/1",
+    quiet: bool = False,
+    **chosen: Any,
+) -> int:
+    """Measure many checkpoints; an interrupted sweep resumes when it is called again.
+
+    Measure many checkpoints under several measures and radii: folders of transformers or
+    files of weights, with the options below, or what a JSON file says, which may have
+    ablations and more (docs/guides/sweeps.md). Every model and all data are looked at
+    before the first measurement. A sweep may be interrupted; the same command resumes it
+    from the folder OUT. The exit code is 1 if a checkpoint failed.
+
+    in a shell:
+      sharpness sweep berts/one berts/two --data dev.tsv --text sentence --measure adaptive --out results
+      sharpness sweep sweep.json --out results --shard 1/4
+
+    Parameters
+    ----------
+    checkpoints
+        Folders or files of weights, or patterns of them; or one JSON file.
+    out
+        Folder for the results: results.jsonl, failed.jsonl, and a file per job.
+    dry_run
+        Look at everything, and say what would be measured.
+    shard
+        I/N, to measure the I-th of N parts of the checkpoints in a process of its own, all with the same OUT.
+    quiet
+        Show no progress.
+    """
+    from . import study
+    from .study.plan import places
+    from .study.rows import write_results
+
+    config, results = checkpoints[0] if checkpoints[0].endswith(".json") else None, out / "results.jsonl"
+    if config and (len(checkpoints) > 1 or chosen):
+        raise ValueError(f"{config} says what is measured; leave out {', '.join([*chosen, *checkpoints[1:]])}")
+    plan = study.read_config(config) if config else plan_of(checkpoints, **chosen)
+    check_apart(results, [*checkpoints, plan.initial], [path for d in plan.sources() for path in places(d.source)])
+    if results.exists() and not (out / "jobs").is_dir():
+        raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
+    failed = study.run_sweep(plan, out, shard=shard, progress=not quiet, dry_run=dry_run)
+    if not dry_run:
+        write_results(results, rows := study.read_rows(out, plan))
+        write_results(out / "failed.jsonl", study.read_rows(out, plan, failed=True))
+        if not quiet:
+            print(f"{len(rows)} rows in {results}; show them with: sharpness table {out}")
+    return 1 if failed else 0
+
+
+def plan_of(
+    paths: tuple[str, ...],
+    *,
+    data: str | None = None,
+    test: str | None = None,
+    measure: tuple[str, ...] = ("geodesic-inv",),
+    rho: tuple[float, ...] | None = None,
+    model: str | None = None,
+    micro_batch: int | None = None,
+    device: str = "cpu",
+    **chosen: Any,
+) -> Any:
+    """Return the plan of a sweep over folders, or over files of weights.
+
+    Parameters
+    ----------
+    paths
+        Folders of transformers, files of weights, or patterns of them.
+    data
+        Data for the measures, and for training loss and error, as for `sharpness run`.
+    test
+        Test data of the same kind, all of it, for the generalisation gap.
+    measure
+        One or several measures, as for `sharpness run`.
+    rho
+        Radii of all measures, by default each one's own.
+    model
+        Where checkpoints are files of weights: what they belong to, an open_clip or timm name or module:function.
+    micro_batch
+        Pass so many examples at a time, to save memory.
+    device
+        cpu or cuda.
+    """
+    from .study.plan import planned
+
+    if data is None:
+        raise ValueError("give the data with --data, or a configuration that ends in .json in place of the checkpoints")
+    own = {k: chosen.pop(k) for k in [*chosen] if k in DataChoice.__dataclass_fields__}
+    patterns = (glob.escape(path) if Path(path).exists() else path for path in paths)
+    whole = {**own, "source": test, "num_examples": None, "batches": None, "subset_seed": None}
+    return planned(
+        {
+            "checkpoints": [{"path": pattern, "model": model} for pattern in patterns],
+            "data": {**own, "source": data},
+            "test": whole if test else None,
+            "measures": measure,
+            "rho": rho or {},
+            "micro_batch": micro_batch,
+            "device": device,
+            **chosen,
+        }
+    )
+
+
+def table(
+    results: Path,
+    *,
+    target: Target = "gap",
+    per_model: bool = False,
+    format: Literal["text", "latex", "csv"] = "text",
+    short: bool = False,
+    given: tuple[str, ...] = (),
+) -> int:
+    """Print how every measure ranks the models of a sweep, or a row for each model.
+
+    Print Kendall's tau between the target and every measure at every radius, with
+    bootstrap intervals. A partial tau controls for training loss and training error;
+    its intervals hold together. Fewer than ten models are too few to correlate: they
+    are listed one by one. Notes go to standard error if the format is not text.
+
+    in a shell:
+      sharpness table results --short
+      sharpness table results --per-model --format latex
+
+    Parameters
+    ----------
+    results
+        The folder of a sweep, or its results.jsonl.
+    target
+        What is to be predicted; the gap is test error minus training error.
+    per_model
+        A row for each model: losses, errors, and sharpness with its standard error.
+    format
+        text, latex or csv.
+    short
+        One radius for each measure: its default, or the middle.
+    given
+        Where models are ranked, control for these quantities too, beside training loss and error; for example distance
+        (from the initial weights), which sharpness may follow.
+    """
+    from . import study
+    from .study.tables import CONTROLS, FEWEST_MODELS, one_radius
+
+    say(failed := [f"failed: {said}" for said in study.read_failures(results)], "33", sys.stderr)
+    rows = study.read_results(results)
+    count, notes = len(study.targets(rows, target)), []
+    if per_model or count < FEWEST_MODELS:
+        shown = study.per_model(rows, short=short)
+        notes.append("Losses and sharpness are in nats, with the standard error over batches; errors are fractions.")
+        if count < FEWEST_MODELS:
+            fix = "" if count or failed else " Give the sweep test data, or choose another --target."
+            notes.append(f"{count} models with a {target}: too few to correlate, which needs 10.{fix}")
+    else:
+        controls = tuple(dict.fromkeys([*CONTROLS, *given]))
+        shown = study.compare(rows, target, given=controls)
+        shown = one_radius(shown) if short else shown
+        notes.append(f"tau is Kendall's, with the {target}; partial is tau given {', '.join(controls)}.")
+    if format == "csv":
+        print(shown.to_csv(index=False), end="")
+    elif format == "latex":
+        print(shown.to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format), end="")
+    else:
+        print(_fitting(shown), end="\n\n")
+    say((f"- {note}" for note in [*notes, *study.remarks(rows)]), "2", sys.stdout if format == "text" else sys.stderr)
+    return 0
+
+
+def plot(results: Path, *, target: Target = "gap", out: Path) -> int:
+    """Draw how every measure ranks the models of a sweep.
+
+    Draw the target against every measure, at its default radius or the middle one,
+    with Kendall's tau.
+
+    in a shell:
+      sharpness plot results --out scatter.png
+
+    Parameters
+    ----------
+    results
+        The folder of a sweep, or its results.jsonl.
+    target
+        What is to be predicted; the gap is test error minus training error.
+    out
+        Figure: a .png, .pdf or .svg.
+    """
+    from . import study
+
+    study.plot_sweep(study.read_results(results), target, out)
+    print(out)
+    return 0
+
+
+def _fitting(frame: Any) -> str:
+    """Write a table for a terminal: with errors and intervals beside their numbers, and turned or cut if too wide."""
+    shown = frame.apply(lambda column: column.map(lambda v: v if isinstance(v, str) else "" if v != v else f"{v:.3g}"))
+    for name in frame.columns:
+        if (error := f"{name}, standard error") in shown:
+            shown.pop(error)
+            shown[name] += frame[error].map(lambda v: "" if v != v else f" ± {v:.2g}")
+    for name, low, high in (("tau", "low", "high"), ("partial", "partial_low", "partial_high")):
+        if low in shown:
+            shown[name] += (" [" + shown.pop(low) + ", " + shown.pop(high) + "]").where(frame[low].notna(), "")
+    shown = shown.set_index(shown.columns[0])
+    width = shutil.get_terminal_size((10**4, 24)).columns  # a file takes any
+    for table in (shown, shown.T):
+        text = str(table.rename_axis(columns=table.index.name or shown.index.name, index=None).to_string())
+        if max(map(len, text.splitlines())) <= width:
+            return text
+    return str(shown.rename_axis(columns=shown.index.name, index=None).to_string(line_width=width))
