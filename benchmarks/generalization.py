@@ -25,19 +25,18 @@ from reproduction.adaptive_norm import AdaptiveNormMeasure
 from reproduction.additive import AdditiveMeasure
 from reproduction.collection import train_collection
 from reproduction.hypothesis import GIVEN, hypothesis
+from reproduction.plots import WORDS, plot_partial
 from reproduction.radii import PRIMARY
 from reproduction.rk4 import RungeKuttaMeasure
 from reproduction.statistics import kendall
 from reproduction.study import (
     OUTCOMES,
-    WORDS,
     account,
     agreement,
     beside_distance,
     differences,
     judged,
     plain_table,
-    plot_partial,
     rows_of,
     table,
 )

@@ -7,11 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from quotient_manifolds.symmetries import ModelDistance
 from sharpness.plots import COLOURS, MARKERS, figure
+from sharpness.study import TARGETS
 
-__all__ = ["plain_ticks", "plot_diagonal", "plot_distances", "plot_orbit", "plot_toy"]
+from .comparison import CONTROLS
+from .tables import controls_in_words
+
+__all__ = ["plain_ticks", "plot_diagonal", "plot_distances", "plot_orbit", "plot_partial", "plot_toy"]
+
+#: The collections in words.
+WORDS = {"vit": "fine-tuned ViTs", "minilm": "fine-tuned MiniLMs", "scratch": "ViTs from scratch"}
 
 
 def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
@@ -228,3 +236,58 @@ def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = N
             axes.set(xlabel="head", title=f"{kind}: distance ({found.metric})")
             drawn.colorbar(image, ax=axes)
     return drawn
+
+
+def plot_partial(
+    tables: Mapping[str, pd.DataFrame],
+    path: str | os.PathLike[str],
+    given: Sequence[str] = CONTROLS,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Draw partial τ with its corrected interval for every measure, with a column per zoo and a row per target.
+
+    What is correlated has the colour of its sign; what is negligible or unresolved is grey.
+
+    Parameters
+    ----------
+    tables : mapping of str to pandas.DataFrame
+        By target: :func:`reproduction.study.table`.
+    path : str or path
+        File for the figure.
+    given : sequence of str
+        What was controlled for.
+    names : sequence of str, optional
+        The quantities that are shown; by default all.
+    """
+    known = {target: found.dropna(subset="τ") for target, found in tables.items()}
+    every = pd.concat(known.values())
+    zoos = list(every["collection"].unique())
+    names = names or list(every["quantity"].unique())
+    size = (3.6 * len(zoos) + 1.8, len(known) * (0.34 * len(names) + 0.9) + 0.5)
+    with figure(path, size, len(known), len(zoos), sharex=True, sharey=True) as (drawn, grid):
+        for (target, found), row in zip(known.items(), grid, strict=True):
+            for zoo, axes in zip(zoos, row, strict=True):
+                own = found[found["collection"] == zoo]
+                axes.axvline(0, color="0.6", linewidth=1)
+                for place, name in enumerate(names):
+                    _intervals(axes, own[own["quantity"] == name], place)
+                axes.set(yticks=range(len(names)), xlim=(-0.8, 0.8), ylim=(len(names) - 0.5, -0.5))
+                axes.set_yticklabels([name.replace("_", " ") for name in names])
+                if target == next(iter(known)):
+                    axes.set_title(f"{own['models'].max():.0f} {WORDS.get(zoo, zoo)}")
+            row[0].set_ylabel(TARGETS[target] if len(known) > 1 else "")
+        drawn.supxlabel(
+            f"Kendall τ with the {' or the '.join(known).replace('-', ' ')}, given {controls_in_words(given)}\n"
+            "blue: correlated, −; red: correlated, +; grey: negligible or unresolved",
+            fontsize="medium",
+        )
+
+
+def _intervals(axes: Any, found: pd.DataFrame, place: int) -> None:
+    """Draw the intervals of a quantity, one below the other."""
+    for k, (_, r) in enumerate(found.iterrows()):
+        y = place + 0.2 * (k - (len(found) - 1) / 2)
+        sign = r["verdict"].removeprefix("correlated, ")
+        colour = {"−": COLOURS["geodesic-inv"], "+": COLOURS["euclidean"]}.get(sign, "0.6")
+        axes.plot([r["low"], r["high"]], [y, y], color=colour, linewidth=2)
+        axes.plot(r["τ"], y, "o" if r["τ"] < 0 else "s", color=colour, markersize=5)

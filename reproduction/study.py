@@ -1,4 +1,4 @@
-"""The study of generalisation: rows of the zoos, partial correlations given the training loss, and figures."""
+"""The study of generalisation: rows of the zoos, partial correlations given the training loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,8 @@ from msgspec import structs
 
 from sharpness.measures import get_measure
 from sharpness.models import load, load_state_dict
-from sharpness.plots import COLOURS, figure
 from sharpness.results import LEAVES
-from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_rows, run_sweep, targets
+from sharpness.study import Checkpoint, Sweep, read_config, read_rows, run_sweep, targets
 from sharpness.study.rows import Row
 
 from .baselines import distance, geodesic_distance
@@ -28,17 +26,14 @@ from .comparison import CONTROLS, Ranking, compare, curves
 from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
 from .statistics import Correlation, kendall, kendall_difference
-from .tables import controls_in_words, verdicts
+from .tables import verdicts
 
 __all__ = [
-    "account", "agreement", "beside_distance", "differences", "judged", "plain_table", "plot_partial", "rows_of",
-    "table",
+    "account", "agreement", "beside_distance", "differences", "judged", "plain_table", "rows_of", "table",
 ]  # fmt: skip
 
 #: The targets that a zoo's measures are compared with.
 OUTCOMES = ("gap", "test-loss")
-#: The collections in words.
-WORDS = {"vit": "fine-tuned ViTs", "minilm": "fine-tuned MiniLMs", "scratch": "ViTs from scratch"}
 #: The measures that are compared with adaptive.
 COMPARED = ("geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
 #: The rankings of a zoo's quantities, by zoo.
@@ -402,58 +397,3 @@ def plain_table(by_target: Mapping[str, Judged]) -> pd.DataFrame:
 
 def _order(name: str) -> tuple[int, str]:
     return PRIMARY.index(name) if name in PRIMARY else len(PRIMARY), name
-
-
-def plot_partial(
-    tables: Mapping[str, pd.DataFrame],
-    path: str | os.PathLike[str],
-    given: Sequence[str] = CONTROLS,
-    names: Sequence[str] | None = None,
-) -> None:
-    """Draw partial τ with its corrected interval for every measure, with a column per zoo and a row per target.
-
-    What is correlated has the colour of its sign; what is negligible or unresolved is grey.
-
-    Parameters
-    ----------
-    tables : mapping of str to pandas.DataFrame
-        By target: :func:`table`.
-    path : str or path
-        File for the figure.
-    given : sequence of str
-        What was controlled for.
-    names : sequence of str, optional
-        The quantities that are shown; by default all.
-    """
-    known = {target: found.dropna(subset="τ") for target, found in tables.items()}
-    every = pd.concat(known.values())
-    zoos = list(every["collection"].unique())
-    names = names or sorted(every["quantity"].unique(), key=_order)
-    size = (3.6 * len(zoos) + 1.8, len(known) * (0.34 * len(names) + 0.9) + 0.5)
-    with figure(path, size, len(known), len(zoos), sharex=True, sharey=True) as (drawn, grid):
-        for (target, found), row in zip(known.items(), grid, strict=True):
-            for zoo, axes in zip(zoos, row, strict=True):
-                own = found[found["collection"] == zoo]
-                axes.axvline(0, color="0.6", linewidth=1)
-                for place, name in enumerate(names):
-                    _intervals(axes, own[own["quantity"] == name], place)
-                axes.set(yticks=range(len(names)), xlim=(-0.8, 0.8), ylim=(len(names) - 0.5, -0.5))
-                axes.set_yticklabels([name.replace("_", " ") for name in names])
-                if target == next(iter(known)):
-                    axes.set_title(f"{own['models'].max():.0f} {WORDS.get(zoo, zoo)}")
-            row[0].set_ylabel(TARGETS[target] if len(known) > 1 else "")
-        drawn.supxlabel(
-            f"Kendall τ with the {' or the '.join(known).replace('-', ' ')}, given {controls_in_words(given)}\n"
-            "blue: correlated, −; red: correlated, +; grey: negligible or unresolved",
-            fontsize="medium",
-        )
-
-
-def _intervals(axes: Any, found: pd.DataFrame, place: int) -> None:
-    """Draw the intervals of a quantity, one below the other."""
-    for k, (_, r) in enumerate(found.iterrows()):
-        y = place + 0.2 * (k - (len(found) - 1) / 2)
-        sign = r["verdict"].removeprefix("correlated, ")
-        colour = {"−": COLOURS["geodesic-inv"], "+": COLOURS["euclidean"]}.get(sign, "0.6")
-        axes.plot([r["low"], r["high"]], [y, y], color=colour, linewidth=2)
-        axes.plot(r["τ"], y, "o" if r["τ"] < 0 else "s", color=colour, markersize=5)

@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 
 from reproduction.comparison import compare
+from reproduction.plots import plot_partial
 from reproduction.power import LEVEL, draw
 from reproduction.statistics import kendall
 from reproduction.study import (
@@ -20,7 +21,6 @@ from reproduction.study import (
     differences,
     judged,
     plain_table,
-    plot_partial,
     table,
 )
 from reproduction.tables import verdicts
