@@ -215,6 +215,21 @@ def test_commands_that_pages_name_exist():
             )
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "results").glob("*.md")), ids=lambda p: p.stem)
+def test_a_page_of_results_answers_first(page):
+    """One figure, question, answer and caveat, and how it was done in five points; all else is folded or elsewhere."""
+    text = page.read_text()
+    if "**Question**" not in text:  # the plan, the details of the study, a table of costs
+        assert page.stem in ("preregistration", "generalization-details", "benchmarks")
+        return
+    head, _, rest = text.partition("\n## How it was done\n")
+    places = [head.index(part) for part in ("# ", "![", "**Question**: ", "**Answer**: ", "**Caveat**: ")]
+    assert places == sorted(places)
+    assert head.count("![") == 1
+    points = rest.partition("\n:::{dropdown}")[0]
+    assert len(re.findall("^(- |##)", points, re.MULTILINE)) == points.count("\n- ") <= 5
+
+
 def test_links_between_pages():
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
