@@ -202,7 +202,7 @@ class _Form:
         self.turns = any(s.kind == "rotation" for s in form.symmetries)
         norms = [s.norm for s in w.sites]
         #: Rows that are vectors in the stream, and rows of one number an entry, which its sign does not change.
-        self.vectors = _unique([*w.vectors, *(n.shift for n in norms if n.shift)]) if w.closed else []
+        self.vectors = _unique([*w.vectors, *w.alike, *(n.shift for n in norms if n.shift)]) if w.closed else []
         self.gains = _unique([*(n.gain for n in norms if n.gain), *(b for _, b, _ in w.scales)])
         widths = {b.size[1] for b in (*self.vectors, *self.gains)}
         self.width = max(widths, default=0)
