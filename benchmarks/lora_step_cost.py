@@ -3,7 +3,8 @@
 Steps alternate in one process; times are those of the processor, which other processes do not lengthen (on a GPU those
 of the clock), medians over repeats. Gradients are given; the certificate of the first step is left out. State is
 counted in numbers a weight. With ``--memory``, the largest resident set of a process that takes three steps by itself,
-above that with weights and gradients (on a GPU the largest allocation), in bytes of the weights.
+above that with weights and gradients and after a step of a small model, which loads what torch loads late (on a GPU
+the largest allocation), in bytes of the weights.
 
 With ``--processes 1 2 4``, instead: time and state of a process where FSDP2 shards the factors over so many of them, by
 gloo; 0 is one process without FSDP2. The largest median of all processes counts.
@@ -78,13 +79,15 @@ def resident(device: str) -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def alone(params: list[nn.Parameter], make: Any, device: str) -> None:
+def alone(name: str, params: list[nn.Parameter], pairs: list[SymmetricPair], device: str) -> None:
     """Print the peak of three steps above what is in use before."""
-    before = resident(device)
-    optimizer = make()
-    optimizer.certify = False
-    for _ in range(3):
-        optimizer.step()
+    with torch.device(device):
+        for which in (adapters(2, 2, 8), (params, pairs)):
+            before = resident(device)
+            optimizer = optimizers(*which)[name]()
+            optimizer.certify = False
+            for _ in range(3):
+                optimizer.step()
     most = resident(device) if device.startswith("cuda") else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps((most - before) / sum(p.numel() * p.element_size() for p in params)))
 
@@ -173,7 +176,7 @@ def main() -> None:
         return time.perf_counter() if on_gpu else time.process_time()
 
     if options.one:
-        alone(params, optimizers(params, pairs)[options.one], options.device)
+        alone(options.one, params, pairs, options.device)
         return
     made: dict[str, torch.optim.Optimizer] = {name: make() for name, make in optimizers(params, pairs).items()}
     spent: dict[str, list[float]] = {name: [] for name in made}

@@ -9,7 +9,7 @@ import math
 import platform
 import shutil
 from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -185,10 +185,10 @@ def compare(
     metric: Literal["inv", "mix"] = "inv",
     modulo: Literal["heads", "all"] = "heads",
 ) -> int:
-    """Print the distance of two models, on the quotient of their attention heads.
+    """Print the distance of two models, modulo symmetries.
 
     Print how far two models of one architecture lie apart, modulo the symmetry of every
-    attention head and of LoRA, or modulo all symmetries: in all, and for every layer.
+    attention head and of LoRA, or all symmetries: in all, and for every layer.
 
     in a shell:
       sharpness compare berts/one berts/two
@@ -203,7 +203,7 @@ def compare(
     metric
         Of the heads: inv or mix.
     modulo
-        all: divide by every symmetry, and compare all weights, for models trained independently.
+        heads: the GL(h) of every head; all: every known symmetry, and the order of heads and neurons.
     """
     from quotient_manifolds.symmetries import model_distance
 
@@ -213,12 +213,13 @@ def compare(
     two = [load(name).model if model is None else load(model, name).model for name in (one, other)]
     with naming(f"{one} and {other} cannot be compared"):
         found = model_distance(*two, metric=metric, modulo=modulo)
-    say([f"distance {found.total:.4g} ({metric}) on {len(found.pairs)} pairs"], "1")
+    known = [p for p in found.pairs if not math.isnan(p.distance)]
+    say([f"distance {found.total:.4g} ({metric}) on {len(known)} pairs"], "1")
     layers: dict[str, dict[str, float]] = {}
-    for p in found.pairs:
+    for p in known:
         of_layer = layers.setdefault(p.module, {})
         of_layer[p.kind] = math.hypot(of_layer.get(p.kind, 0.0), p.distance)
-    kinds = list(dict.fromkeys(p.kind for p in found.pairs))
+    kinds = list(dict.fromkeys(p.kind for p in known))
     rows = [[layer, *(f"{d[kind]:.4g}" if kind in d else "" for kind in kinds)] for layer, d in layers.items()]
     print(aligned([["layer", *kinds], *rows]))
     say((f"- not compared: {name}: {reason}" for name, reason in found.skipped.items()), "33")
@@ -379,9 +380,7 @@ def env() -> int:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     print(f"Python {platform.python_version()}, {platform.platform()}, {device}")
     libraries = "quotient-manifolds torch geoopt scipy numpy transformers timm open_clip_torch peft datasets matplotlib"
+    installed = {found.name: found.version for found in distributions()}
     for name in libraries.split():
-        try:
-            print(name, version(name))
-        except PackageNotFoundError:
-            print(f"{name}: not installed")
+        print(name, installed.get(name, "is not installed"))
     return 0

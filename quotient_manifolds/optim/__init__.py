@@ -137,8 +137,7 @@ def create_quotient_optimizer(
 
         pairs = find_symmetric_pairs(model, key_bias="drop")
         unknown = [m for m in candidates(model).values() if any(p.requires_grad for p in m.parameters())]
-        names = {type(m).__name__ for m in unknown}
-        if names:
+        if names := {type(m).__name__ for m in unknown}:
             advice = (
                 f"attention of classes that are not known here ({', '.join(sorted(names))}) forms no pair until it is "
                 'examined on a batch: pass pairs=find_symmetric_pairs(model, batch=batch, key_bias="drop")'
@@ -176,7 +175,7 @@ def _create(
     """Make parameter groups: pairs, other matrices, vectors and biases, which do not decay, and matrices for Muon."""
     if type(model).__name__ == "DeepSpeedEngine":
         raise ValueError(
-            "the model is a DeepSpeedEngine, which gives optimisers flat copies of its parameters; use DDP or FSDP2"
+            "the model is a DeepSpeedEngine, which gives optimisers flat copies of weights; use DDP or FSDP2"
         )
     lr, others, rate = options.pop("lr"), options.pop("others", "adamw"), options.pop("other_params_lr", None)
     if kind not in OPTIMIZERS:

@@ -29,30 +29,20 @@ from .stack import Stack, restored
 
 Gradients = Mapping[Tensor, Tensor]
 
-_NO_PAIR = (
-    "no pair (G, H) is among the parameters{}, so the quotient optimiser has nothing to do; pass "
-    "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights are "
-    "trainable, or use torch.optim.AdamW"
-)
-_TOO_LARGE = (
-    "pair {!r}: its product is too large for the dtype of its factors; it takes no step until that changes; lower the "
-    "learning rate, or make the factors smaller"
-)
 #: Who saved a state without pairs.
 _UNKNOWN = (
-    "an optimiser without pairs, such as AdamW (or by torch.distributed.checkpoint's get_optimizer_state_dict, which "
+    "an optimiser without pairs, such as AdamW (or by get_optimizer_state_dict of torch.distributed.checkpoint, which "
     "leaves the pairs out: save optimizer.state_dict() itself)"
 )
-#: The least positive number.
-_TINY = 5e-324
+_TOO_LARGE = "is too large for the dtype of its factors, so it takes no step; lower the learning rate"
 #: Options: from where, below which number, and in words.
 _OPTIONS = {
     "lr": (0, 1e30, "a number of at least 0"),
     "weight_decay": (0, 1e30, "a number of at least 0"),
     "betas": (0, 1, "two numbers in [0, 1)"),
-    "eps": (_TINY, math.inf, "positive (a factor without a gradient is divided by it)"),
+    "eps": (5e-324, math.inf, "positive (a factor without a gradient is divided by it)"),
     "momentum": (0, 1, "a number in [0, 1)"),
-    "max_grad_norm": (_TINY, math.inf, "positive (None turns clipping off)"),
+    "max_grad_norm": (5e-324, math.inf, "positive (None turns clipping off)"),
 }
 
 
@@ -134,17 +124,18 @@ class QuotientOptimizer(Optimizer):
         self._layers = [layer for m in models for layer, _, B in lora_layers(m) if B in home]
         left = alone(given, {p for p in home if p not in self._covered or p in self._partly})
         if not self._stacks and not any(p.kind == "lora" for p in left):
-            raise ValueError(_NO_PAIR.format(f" ({reasons(left)})" if left else ""))
+            why = f" ({reasons(left)})" if left else ""
+            raise ValueError(f"no pair (G, H) is among the parameters{why}; pass pairs that are trained, or use AdamW")
         if left:
             what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
-            others = " or ".join(dict.fromkeys(group["others"] for group in self.param_groups))
             which = f"{len(left)} of {len(given)} {what}, which form no pair: {reasons(left)}"
-            warnings.warn(f"{others} trains {which}", stacklevel=5)
+            warnings.warn(f"{self._rest()} trains {which}", stacklevel=5)
+
+    def _rest(self) -> str:
+        return " or ".join(dict.fromkeys(group["others"] for group in self.param_groups))
 
     def _cover(self) -> None:
-        sharded = [p for s in self._stacks for p in s.pairs.parameters() if is_sharded(p)]
-        self._shards = Shards(sharded)
-        self._stacks = [part for s in self._stacks for part in self._shards.split(s)]
+        self._shards = Shards(self._stacks)
         self._certification = Certification(s.pairs for s in self._stacks)
         self._covered = coverage(s.pairs for s in self._stacks)
         partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
@@ -173,23 +164,24 @@ class QuotientOptimizer(Optimizer):
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        places = self._shards.places
-        weights = self._shards.whole({p: p for p in places})
-        whole = {**gradients, **self._shards.whole({p: gradients[p] for p in places if p in gradients})}
-        running = [s for s in self._stacks if s.begin(whole, weights)]
+        weights, whole = self._shards.gather(gradients)
+        started = [s for s in self._stacks if s.begin(whole, weights)]
+        running = [s for s in started if s.runs]
         outside = {p: g for p, g in gradients.items() if p not in self._covered}
         outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
         for s in running:
             s.measure(self._metric, *((False, True) if on_cpu(s.sizes) else (s.steps % 8 == 0,)))
-        if not (running or outside) or not self._is_sound(running, whole, outside):
+        if not self._is_sound(running, gradients, outside):
             return
         # At steps 1, 2, 3, 5, 9, and so on: pairs without a gradient, such as experts without tokens, keep waiting, and
         # looking reads from the device.
-        looking = [s for s in running if s.steps & (s.steps - 1) == 0]
+        looking = [s for s in started if s.steps & (s.steps - 1) == 0]
         if self.certify and any(not self._certification.open.isdisjoint(s.pairs.pairs) for s in looking):
-            self._certify(whole, weights)
-        for s in running:
+            pairs = {p: full(p) for p in self._covered}
+            self._certify({p: full(g) for p, g in gradients.items() if p in pairs}, pairs)
+        for s in started:
             s.steps += 1
+        for s in running:
             if s.straight:
                 continue
             stays = s.straighten_(self._metric)
@@ -197,21 +189,20 @@ class QuotientOptimizer(Optimizer):
             if not on_cpu(stays):
                 self._skipped = self._skipped.to(stays.device) + stays.any()
             elif bool(stays.any()):
-                self._warn_once("too large", _TOO_LARGE.format(s.name(stays)))
+                self._warn_once("too large", f"pair {s.name(stays)!r}: its product {_TOO_LARGE}")
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
-            outside = _clip(float(bound), running, outside)
-        if outside:
-            _step_others(self, self._partly, outside)
-        ends = {p: torch.zeros_like(w) for p, w in weights.items()}
-        for s in (s for s in running if s.owner in (None, self._shards.rank)):
-            s.into = None if s.owner is None else ends
+            outside = _clip(float(bound), running, outside, self._shards)
+        for s in running:
             group = self.param_groups[s.group]
             s.state = s.state or self._new_state(s)
             before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
             self._step_pairs(group, s)
             s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())
-        self._shards.write_(ends, running)
+        self._shards.scatter_(weights)
+        weights.clear()
+        if outside:
+            _step_others(self, self._partly, outside)
         for s in running:
             if not on_cpu(s.sizes):
                 del s.x, s.g, s.end
@@ -219,11 +210,9 @@ class QuotientOptimizer(Optimizer):
     def _is_sound(self, running: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
-        sums = [s.sizes for s in running]
-        sums += [full(g.sum(dtype=at_least_float32(g.dtype)))[None] for g in outside.values()]
-        sound = (torch.cat([v.to(sums[0].device) for v in sums]).abs() < torch.inf).all()
-        for s in running:
-            sound = sound & s.sound().all().to(sound.device)
+        numbers = [g.sum(dtype=at_least_float32(g.dtype)) for g in self._shards.once(outside.values())]
+        numbers += [s.sizes / s.sound().all() for s in running]
+        sound = self._shards.sum(numbers).abs() < torch.inf
         if not on_cpu(sound):
             self._skipped = self._skipped.to(sound.device) + ~sound
             for s in running:
@@ -264,6 +253,14 @@ class QuotientOptimizer(Optimizer):
         """Update the pairs of a stack, and their state."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        kinds = Counter((p.kind == "lora", p.usable_group().h) for s in self._stacks for p in s.given)
+        parts = [f"{n} {'adapter' if lora else 'pair'}{'s' * (n > 1)} of rank {h}" for (lora, h), n in kinds.items()]
+        params, covered = chain.from_iterable(group["params"] for group in self.param_groups), self._covered
+        left = sum(int((~covered[p]).sum()) if p in covered else p.numel() for p in params)
+        what = f"{', '.join(parts) or 'nothing'} on the quotient; {left} other weights by {self._rest()}"
+        return f"{what}\n{super().__repr__()}"
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "step"}  # which schedulers replace
 
@@ -280,8 +277,9 @@ class QuotientOptimizer(Optimizer):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        whole = self._shards.join(self._stacks, self._new_state)
-        stacks = [{k: getattr(s, k) for k in ("names", "flipped", "group", "steps", "state")} for s in whole]
+        stacks = [{k: getattr(s, k) for k in ("names", "flipped", "group", "steps")} for s in self._stacks]
+        for entry, s in zip(stacks, self._stacks, strict=True):
+            entry["state"] = self._shards.whole_state(s, self._new_state)
         more = {"kind": type(self).__name__, "pairs": [name for s in stacks for name in s["names"]], "stacks": stacks}
         found = {**super().state_dict(), **more}
         found["state"] = {i: {k: full(v) for k, v in state.items()} for i, state in found["state"].items()}
@@ -291,8 +289,8 @@ class QuotientOptimizer(Optimizer):
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
         if (kind := state_dict.get("kind", _UNKNOWN)) != (own := type(self).__name__):
             raise ValueError(
-                f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load "
-                "the model's weights and start a new optimiser with a short warm-up of the rate"
+                f"this state was saved by {kind}, not by {own}; to switch, load the model's weights and start a new "
+                "optimiser with a short warm-up of the rate"
             )
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
         named = dict[str, list[SymmetricPair]]()
@@ -311,14 +309,14 @@ class QuotientOptimizer(Optimizer):
         self._cover()
 
 
-def _clip(bound: float, running: Sequence[Stack], outside: Gradients) -> dict[Tensor, Tensor]:
+def _clip(bound: float, running: Sequence[Stack], outside: Gradients, shards: Shards) -> dict[Tensor, Tensor]:
     """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
-    squares = [full(torch.linalg.vector_norm(wide(g))).square() for g in outside.values()]
+    squares = [torch.linalg.vector_norm(wide(g)).square() for g in shards.once(outside.values())]
     for s in running:
-        K_inv = s.metric.inverse_roots
-        squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
-    norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
-    factor = (bound / (norm + 1e-12)).clamp_max(1.0)
+        if shards.rank == 0 or s.own != slice(None):  # every process steps a pair that is not sharded
+            K_inv = s.metric.inverse_roots
+            squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
+    factor = (bound / (shards.sum(squares).sqrt() + 1e-12)).clamp_max(1.0)
     for s in running:
         torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
     return {p: g * factor.to(g.device) for p, g in outside.items()}

@@ -108,8 +108,8 @@ class QuotientAdam(QuotientOptimizer):
 
     def _new_state(self, s: Stack) -> dict[str, Tensor]:
         state = super()._new_state(s)
-        like = wide(state["moment G"])
-        size, _, h = like.shape
+        size, _, h = state["moment G"].shape
+        like = wide(state["moment G"][:0])
         small = {"matrix": like.new_zeros(size, 2, h, h), "step": like.real.new_zeros(size)}
         return {**state, **small, "rows": state["moment G"].real.new_zeros(size, s.pairs.n + s.pairs.m, 1)}
 
@@ -124,11 +124,14 @@ class QuotientAdam(QuotientOptimizer):
         R = K_inv.mH @ inverse_root(V)
         u = [torch.view_as_real(v).flatten(-2) if v.is_complex() else v for v in s.times(s.g, R, s.end)]
         torch._foreach_mul_(u, u)
-        squares = torch.cat([v.sum(-1, keepdim=True) for v in u], dim=1)  # h r, which takes √h from the rate
-        rows = state["rows"].lerp_(squares, 1 - beta2) / second.to(s.dtype)
+        rows = torch.empty_like(state["rows"])  # first h times the squares, then h r, which takes √h from the rate
+        parts = rows.split([s.pairs.n, s.pairs.m], dim=1)
+        for v, part in zip(u, parts, strict=True):
+            torch.sum(v, -1, keepdim=True, out=part)
+        torch.div(state["rows"].lerp_(rows, 1 - beta2), second.to(s.dtype), out=rows)
         torch._foreach_lerp_(s.moments(), s.g, 1 - beta1)
-        sizes = rows.sqrt_().add_(group["eps"] * R.shape[-1] ** 0.5).split([s.pairs.n, s.pairs.m], dim=1)
-        for d, m, size in zip(s.g, s.moments(), sizes, strict=True):
+        rows.sqrt_().add_(group["eps"] * R.shape[-1] ** 0.5)
+        for d, m, size in zip(s.g, s.moments(), parts, strict=True):
             torch.div(m, size, out=d)
         s.advance_(s.g, R @ (K_inv * (-lr * _RANK**0.5) / first[:, None]), lr * group["weight_decay"])
 

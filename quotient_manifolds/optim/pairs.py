@@ -15,12 +15,6 @@ from ..symmetries.stacks import PairStack
 from .sharded import full
 from .stack import Stack
 
-#: What has become of parameters that are not where they were.
-_GONE = (
-    "have been replaced or deleted since this optimiser was created (load_state_dict(assign=True), delete_adapter, "
-    "merge_and_unload, fully_shard, or DeepSpeed, whose shards have no geometry of their own); create it anew"
-)
-
 
 def check_places(places: Mapping[nn.Module, dict[str, Tensor]], layers: Iterable[Any], own: Collection[Tensor]) -> bool:
     """Raise if parameters have left their model, where others would stay untrained, or LoRA layers are merged.
@@ -38,12 +32,12 @@ def check_places(places: Mapping[nn.Module, dict[str, Tensor]], layers: Iterable
         gone = [name for name, p in named.items() if p not in own or p not in present]
         if gone:
             more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
-            raise ValueError(f"{gone[0]!r}{more} of the model {_GONE}")
+            raise ValueError(
+                f"{gone[0]!r}{more} of the model have been replaced or deleted since this optimiser was created, by "
+                "load_state_dict(assign=True), delete_adapter, merge_and_unload, fully_shard or DeepSpeed; make it anew"
+            )
     if merged := [layer.merged_adapters[0] for layer in layers if layer.merged_adapters]:
-        raise ValueError(
-            f"adapter {merged[0]!r} is merged into the base weights, which a step of its factors does not reach; "
-            "call unmerge_adapter() first"
-        )
+        raise ValueError(f"adapter {merged[0]!r} is merged into the base weights; call unmerge_adapter() before a step")
     return moved
 
 
@@ -80,12 +74,9 @@ def group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
     whole = kinds in ({""}, {"DTensor"})
     wrong = {
         f": {missing} is not among the optimiser's parameters but the rest of the pair is; pass both factors": missing,
-        " is a complex point (RoPE), but this optimiser trains real weights; call plain_parameters_ before, or train "
-        "the points by geoopt's optimisers": any(b.tensor.is_complex() for b in blocks),
-        " has a sharded parameter (FSDP1, ZeRO-3, or FSDP2 of a part of it), but its geometry needs whole factors; use "
-        "DDP or FSDP2, or keep these modules out of the sharding": not whole,
-        f" is split over the parameter groups {sorted(inside)}; put both of its factors into one group, because they "
-        "move together": len(inside) > 1,
+        " is a complex point (RoPE); call plain_parameters_, or use geoopt": any(b.tensor.is_complex() for b in blocks),
+        " has a sharded parameter (FSDP1, ZeRO-3, or FSDP2 of a part of it); use DDP or FSDP2": not whole,
+        f" is split over the parameter groups {sorted(inside)}; put both factors into one group": len(inside) > 1,
         " is on the meta device; load its weights before making an optimiser": any(b.tensor.is_meta for b in blocks),
     }
     for words, holds in wrong.items():
@@ -110,9 +101,8 @@ def orientation(pair: SymmetricPair) -> bool | None:
     if pair.kind == "lora" and bool(x.any()):
         return None
     raise ValueError(
-        f"pair {pair.name!r}: both factors lack full column rank ({pair.n} and {pair.m} rows, {x.shape[-1]} columns), "
-        "where the quotient has no metric; initialise one of them with a full-rank matrix, lower the rank, or leave "
-        "the pair out"
+        f"pair {pair.name!r}: both factors lack full column rank ({pair.n} and {pair.m} rows, {x.shape[-1]} columns); "
+        "initialise one of them with a full-rank matrix, lower the rank, or leave the pair out"
     )
 
 
@@ -126,7 +116,10 @@ def explain(running: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoR
     for s in running:
         if bool((unsound := ~s.sound()).any()):
             raise ValueError(
-                f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank "
-                "since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+                f"pair {s.name(unsound)!r}: its {'first' if s.flipped else 'second'} factor has lost full rank since "
+                "the optimiser was made; no weight was changed; make a new optimiser for these weights"
             )
-    raise ValueError("the sum of a gradient's squares is beyond the range of its dtype; no weight was changed")
+    raise ValueError(
+        "the sum of a gradient's squares is beyond the range of its dtype, or another process says what is wrong; no "
+        "weight was changed"
+    )

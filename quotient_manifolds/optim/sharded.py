@@ -1,9 +1,10 @@
-"""Parameters that FSDP2 shards: whole factors for all processes, and a share of the pairs for each to step."""
+"""Parameters that FSDP2 shards: each process gets the whole factors of its share of the pairs, and steps them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..linalg import at_least_float32
 from ..symmetries.modules import is_sharded
+from .metric import wide
 from .stack import Stack
 
 
@@ -21,36 +23,55 @@ def full(t: Any) -> Tensor:
     return found
 
 
-def place(p: Any) -> tuple[slice, ...]:
-    """Return where the part of a sharded parameter that lies here is in the whole one."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # which takes long to load
+def cut(p: Any, whole: Tensor) -> Any:
+    """Shard a tensor that all processes have as a parameter of its shape is."""
+    from torch.distributed.tensor import DTensor  # which takes long to load
 
-    sizes, starts = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    return tuple(slice(start, start + size) for size, start in zip(sizes, starts, strict=True))
+    return DTensor.from_local(whole, p.device_mesh).redistribute(placements=p.placements)
 
 
-def cut(p: Any, whole: Tensor) -> Tensor:
-    """Shard a tensor of a parameter's shape as the parameter is."""
-    from torch.distributed.tensor import DTensor
+def _over(t: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the mesh of a sharded tensor, and along which of its dimensions it is divided."""
+    return t.device_mesh, tuple(i for i, how in enumerate(t.placements) if how.is_shard())
 
-    part = whole[place(p)].clone()
-    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+def _share(s: Stack, rank: int, size: int) -> slice:
+    """Return which pairs of a stack one of several processes steps."""
+    return slice(len(s.given) * rank // size, len(s.given) * (rank + 1) // size)
 
 
 class Shards:
-    """The parameters of pairs that are sharded, all over the same processes, of which this one is ``rank``."""
+    """The processes over which the parameters of pairs are sharded, each of which steps a share of every stack.
 
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        self.places = {p: place(p) for p in parameters}
-        over = {(p.device_mesh, tuple(i for i, how in enumerate(p.placements) if how.is_shard())) for p in self.places}
-        if len(over) > 1 or any(len(dims) != 1 for _, dims in over):
-            raise ValueError(
-                "the parameters of pairs are sharded over different processes, or along several dimensions of a mesh "
-                "(tensor parallelism); shard all of them by fully_shard over one mesh"
-            )
-        self.group = next((mesh.get_group(dims[0]) for mesh, dims in over), None)
-        self.rank, self.size = (dist.get_rank(self.group), dist.get_world_size(self.group)) if over else (0, 1)
-        self.replicas = [mesh.get_group(i) for mesh, dims in over for i in range(mesh.ndim) if i not in dims]
+    It gets the rows of the factors in its share from all others, and sends those of the new ones back.
+    """
+
+    def __init__(self, stacks: Iterable[Stack]) -> None:
+        sharded = [s for s in stacks if is_sharded(s.pairs.parameters()[0])]
+        self._over = {_over(p) for s in sharded for p in s.pairs.parameters()}
+        if len(self._over) > 1 or any(len(dims) != 1 for _, dims in self._over):
+            raise ValueError("pairs are sharded over several meshes or tensor-parallel; fully_shard all over one mesh")
+        self.group = next((mesh.get_group(dims[0]) for mesh, dims in self._over), None)
+        self.rank, self.size = (dist.get_rank(self.group), dist.get_world_size(self.group)) if sharded else (0, 1)
+        self._replicas = [mesh.get_group(i) for mesh, dims in self._over for i in range(mesh.ndim) if i not in dims]
+        shares = [[p for s in sharded for p in s.given[_share(s, rank, self.size)]] for rank in range(self.size)]
+        #: The parameters that each process needs, and those that several need.
+        self._needed: list[dict[Any, None]] = [dict.fromkeys(t for p in own for t in p.parameters()) for own in shares]
+        counts = Counter(chain.from_iterable(self._needed))
+        self._common = [p for p, count in counts.items() if count > 1]
+        # Of the device and the dtype in which all is sent: not every backend sends half precision.
+        empty = [p.to_local().flatten()[:0].to(at_least_float32(p.dtype)) for p in counts]
+        self._nothing = torch.cat(empty) if sharded else torch.empty(0)
+        for s in (s for s in sharded if s.own == slice(None)):
+            s.keep(_share(s, self.rank, self.size))
+
+    def sum(self, numbers: Iterable[Tensor]) -> Tensor:
+        """Sum all entries of some tensors in all processes."""
+        found = [*numbers] or [self._nothing]
+        total = torch.cat([n.to(found[0].device).flatten() for n in found]).sum()
+        if self.group is not None:  # in one dtype
+            dist.all_reduce(total := wide(total), group=self.group)
+        return total
 
     def gradients(self, own: Iterable[Any]) -> dict[Tensor, Tensor]:
         """List the gradients of parameters, of which all processes then have the same.
@@ -58,70 +79,73 @@ class Shards:
         Where one has none but another has, as by hand, it is 0, and so are those of its replicas.
         """
         found = {p: p.grad for p in own}
-        sharded = [p for p in found if is_sharded(p)] if self.places else []
+        sharded = [p for p in found if is_sharded(p)] if self.group is not None else []
         if sharded:
-            here = torch.tensor([float(found[p] is not None) for p in sharded], device=sharded[0].device)
-            anywhere = here.clone()
-            for group in self.replicas:
-                dist.all_reduce(here, dist.ReduceOp.MIN, group=group)
-                dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.group)
-            for p, mine, some in zip(sharded, here.tolist(), anywhere.tolist(), strict=True):
-                if not mine:
+            lacks = [float(found[p] is None) for p in sharded]
+            marks = torch.tensor([lacks, [1 - v for v in lacks]], device=sharded[0].device)
+            for group in self._replicas:
+                dist.all_reduce(marks, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(marks[1], dist.ReduceOp.MAX, group=self.group)
+            for p, lacking, some in zip(sharded, *marks.tolist(), strict=True):
+                if lacking:
                     found[p] = torch.zeros_like(p) if some else None
         return {p: g for p, g in found.items() if g is not None}
 
-    def _sum(self, found: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        flat = torch.cat([t.flatten() for t in found.values()])
-        dist.all_reduce(flat, group=self.group)
-        parts = flat.split([p.numel() for p in found])
-        return {p: part.view(p.shape) for p, part in zip(found, parts, strict=True)}
-
-    def whole(self, tensors: Mapping[Any, Any]) -> dict[Tensor, Tensor]:
-        """Gather tensors that lie as their parameters do, by one call; in float32 at least."""
-        found = {}
-        for p, t in tensors.items():
-            local = t.to_local()
-            found[p] = local.new_zeros(p.shape, dtype=at_least_float32(t.dtype))
-            found[p][self.places[p]] = local
-        return self._sum(found) if found else {}
-
-    def write_(self, ends: Mapping[Any, Tensor], running: Iterable[Stack]) -> None:
-        """Write the rows that lie here, of which each process has written those of its stacks into ``ends``."""
-        written = {p: torch.zeros_like(t) for p, t in ends.items()}
-        for blocks in (blocks for s in running if s.owner is not None for blocks in s.blocks):
-            blocks.scatter_(next(iter(written.values())).new_ones(blocks.shape), written)
-        for p, end in (self._sum(ends) if ends else {}).items():
-            local, here = p.to_local(), self.places[p]
-            local.copy_(torch.where(written[p][here] > 0, end[here], local))
-
-    def split(self, s: Stack) -> Iterator[Stack]:
-        """Divide the pairs of a stack among the processes."""
-        if s.owner is not None or s.pairs.parameters()[0] not in self.places:
-            yield s
-            return
-        ends = [len(s.given) * rank // self.size for rank in range(self.size + 1)]
-        for rank, (start, stop) in enumerate(pairwise(ends)):
-            if start < stop:
-                part = Stack(s.given[start:stop], s.flipped, s.group)
-                part.owner, part.steps = rank, s.steps
-                if rank == self.rank:
-                    part.state = {k: v[start * s.points : stop * s.points].clone() for k, v in s.state.items()}
+    def once(self, tensors: Iterable[Any]) -> Iterator[Tensor]:
+        """List parts of tensors such that all processes together have each of their entries once."""
+        for t in tensors:
+            ours = is_sharded(t) and _over(t) in self._over
+            part = t.to_local() if ours else full(t)
+            if ours or self.rank == 0:
                 yield part
 
-    def join(self, some: Iterable[Stack], new_state: Callable[[Stack], dict[str, Tensor]]) -> Iterator[Stack]:
-        """Undo :meth:`split`, for all processes."""
-        parts = list[Stack]()
-        for s in some:
-            parts = [*parts, s]
-            if s.owner is None:
-                yield parts.pop()
-            elif s.owner == self.size - 1:  # the last process has a part of every stack
-                states = [part.state or new_state(part) for part in parts]  # 0 in all processes but the owner
-                whole = Stack([p for part in parts for p in part.given], s.flipped, s.group)
-                whole.steps, parts = max(part.steps for part in parts), []
-                if whole.steps:
-                    whole.state = {k: torch.cat([state[k] for state in states]).contiguous() for k in states[0]}
-                for value in whole.state.values():
-                    dist.all_reduce(value, group=self.group)
-                yield whole
+    def gather(self, gradients: Mapping[Any, Any]) -> tuple[dict[Any, Tensor], Mapping[Any, Tensor]]:
+        """Return the whole parameters of this process's pairs, and the gradients, of which those of these are whole."""
+        if self.group is None:
+            return {}, gradients
+        found = list[dict[Any, Tensor]]()
+        for tensors in ({}, gradients):
+            found.append({p: self._nothing.new_empty(p.shape) for p in self._needed[self.rank]})
+            self._exchange([[tensors.get(p, p).to_local() for p in own] for own in self._needed], self._rows(found[-1]))
+        return found[0], {**gradients, **{p: t for p, t in found[1].items() if p in gradients}}
+
+    def scatter_(self, whole: Mapping[Any, Tensor]) -> None:
+        """Write to the parameters of all processes what each has made of those it has gathered."""
+        if self.group is None:
+            return
+        before = {p: p.to_local().clone() for p in self._common}
+        into = [[before[p].clone() if p in before else p.to_local() for p in own] for own in self._needed]
+        self._exchange(self._rows(whole), into)
+        for p, new in zip(chain(*self._needed), chain(*into), strict=True):
+            if p in before:  # each has changed the entries of its own pairs
+                p.to_local().copy_(torch.where(new == before[p], p.to_local(), new))
+
+    def _rows(self, whole: Mapping[Any, Tensor]) -> list[list[Tensor]]:
+        """List the parts of whole tensors that lie at each process, of which the last may have none."""
+        found: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for p, t in whole.items():
+            dim = next(how.dim for how in p.placements if how.is_shard())
+            for own, rows in zip(found, t.chunk(self.size, dim), strict=False):
+                own.append(rows)
+        return found
+
+    def _exchange(self, sent: list[list[Tensor]], into: list[list[Tensor]]) -> None:
+        """Send lists of tensors to the processes by one call, and fill others by what comes from them."""
+        flat = torch.cat([self._nothing, *(t.flatten() for own in sent for t in own)]).to(self._nothing.dtype)
+        coming, going = ([sum(t.numel() for t in own) for own in parts] for parts in (into, sent))
+        received = flat.new_empty(sum(coming))
+        dist.all_to_all_single(received, flat, coming, going, group=self.group)
+        filled = [self._nothing, *chain(*into)]
+        parts = received.split([t.numel() for t in filled])
+        torch._foreach_copy_(filled, [part.view(t.shape) for part, t in zip(parts, filled, strict=True)])
+
+    def whole_state(self, s: Stack, new_state: Callable[[Stack], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the state of all pairs of a stack, from all processes."""
+        if s.own == slice(None) or not s.steps:
+            return s.state
+        state = {k: v.contiguous() for k, v in new_state(Stack(s.given, s.flipped, s.group)).items()}
+        for k, v in state.items():
+            if s.state:
+                v[s.own.start * s.points : s.own.stop * s.points] = s.state[k]
+            dist.all_reduce(v, group=self.group)
+        return state

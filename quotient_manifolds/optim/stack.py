@@ -30,7 +30,7 @@ class Stack:
     ``flipped`` says whether G and H of the pairs, ``given`` as they are in their model, have swapped roles, and
     ``scale`` is positive: 1 for an adapter's 0. ``state`` holds tensors whose first dimension runs over points: one for
     each pair, or for each column of each pair where the group is diagonal; ``steps`` counts steps. Where parameters are
-    sharded, ``owner`` is the process that has the state and steps, and ``into`` takes what it writes.
+    sharded, this process has the points, steps and state of its ``own`` pairs alone.
 
     In a step ``x`` and ``g`` are the rows of G and of H and their gradients, each (points, rows, h), in float32 at
     least, ``end`` has room for as many, ``sizes`` the norms of both gradients, (2,), ``metric`` is that at the weights,
@@ -42,12 +42,17 @@ class Stack:
         self.given, self.names, self.flipped, self.group = pairs, [p.name for p in pairs], flipped, group
         self.pairs = PairStack([replace(p, G=p.H, H=p.G) if flipped else p for p in pairs])
         self.scale, self.steps, self.state = abs(pairs[0].scale) or 1.0, 0, dict[str, Tensor]()
-        self.owner: int | None = None
-        self.into: Mapping[Tensor, Tensor] | None = None
         self.dtype = at_least_float32(pairs[0].G[0].tensor.dtype)
-        self.blocks = [BlockStack([p.G for p in self.pairs.pairs]), BlockStack([p.H for p in self.pairs.pairs])]
         self.counts = torch.tensor([self.pairs.n, self.pairs.m])[:, None, None]  # of rows
         self.points = self.pairs.group.h if self.pairs.group.diagonal else 1  # of one pair
+        self.keep(slice(None))
+
+    def keep(self, own: slice) -> None:
+        """Leave all but some of the pairs to other processes."""
+        self.own, pairs = own, self.pairs.pairs[own]
+        self.blocks = [BlockStack([p.G for p in pairs]), BlockStack([p.H for p in pairs])]
+        if own != slice(None):
+            self.state = {k: v[own.start * self.points : own.stop * self.points].clone() for k, v in self.state.items()}
 
     def room(self) -> list[Tensor]:
         """Make tensors for rows of G and of H, in the order of memory of the parameters."""
@@ -70,8 +75,8 @@ class Stack:
     def begin(self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor]) -> bool:
         """Read weights and gradients; return whether any pair has one. Pairs without one are left as they are.
 
-        ``weights`` are read instead of parameters. On the CPU all are read to the same place at every step: there
-        memory that is new to the process costs more than what is computed. Elsewhere it is given back after the step.
+        ``weights`` are read and written instead of parameters. On the CPU all are read to the same place at every step:
+        there memory that is new to the process costs more than what is computed. Elsewhere it is given back afterwards.
         """
         active = []
         for p in self.pairs.pairs:
@@ -82,8 +87,10 @@ class Stack:
                     "factors, or pass this pair to another optimiser"
                 )
             active.append(not without)
-        if not any(active):
-            return False
+        own, self.weights = active[self.own], weights
+        self.runs = any(own)
+        if not self.runs:
+            return any(active)
         if "x" not in vars(self):
             self.x, self.g, self.end = self.room(), self.room(), self.room()
             self.counts = self.counts.to(self.x[0].device)
@@ -95,7 +102,7 @@ class Stack:
                 into += of_rows
                 views += of_tensors
         torch._foreach_copy_(into, views)
-        mask = None if all(active) else torch.tensor(active, device=self.x[0].device)
+        mask = None if all(own) else torch.tensor(own, device=self.x[0].device)
         self.mask = None if mask is None else mask.repeat_interleave(self.points)
         self.sizes = self.norms(self.g)
         return True
@@ -141,7 +148,7 @@ class Stack:
                 end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a)
         ends = [self.only(end, x) for end, x in zip(self.end, self.x, strict=True)]
         for blocks, end in zip(self.blocks, ends, strict=True):
-            blocks.scatter_(self._rows(end), self.into)
+            blocks.scatter_(self._rows(end), self.weights)
         if transport:
             across, N = self.products([*self.x, ends[1]], [*ends, ends[1]]).split([2, 1], dim=1)
             self.transport_(self.metric.transport_covectors(N.squeeze(1), across))
@@ -197,7 +204,7 @@ class Stack:
 
     def name(self, where: Tensor) -> str:
         """Return the name of the first pair of which a point is marked."""
-        return self.names[int(where.nonzero()[0]) // self.points]
+        return self.names[self.own][int(where.nonzero()[0]) // self.points]
 
 
 def restored(

@@ -1046,6 +1046,18 @@ def test_adapters_without_a_pair_are_no_matrices_for_muon():
     assert [g["params"] for g in optimizer.param_groups if g["others"] == "Muon"] == [layers]
 
 
+def test_it_says_what_is_trained_how():
+    model = lora(targets=("0",), modules_to_save=["2"])
+    words = str(create_quotient_lora_optimizer(model, lr=1e-3)).splitlines()
+    assert words[0] == f"1 adapter of rank 4 on the quotient; {20 * 9 + 9} other weights by AdamW"
+    assert "lr: 0.001" in map(str.strip, words)
+    layer = nn.TransformerEncoderLayer(12, 3, 7, batch_first=True)  # values lie in one parameter with queries and keys
+    pairs = [p for p in find_symmetric_pairs(layer) if p.kind == "vo"]
+    others = sum(p.numel() for p in layer.parameters()) - 2 * 12 * 12 - 12
+    words = str(create_quotient_optimizer(layer, lr=1e-3, pairs=pairs))
+    assert words.startswith(f"3 pairs of rank 4 on the quotient; {others} other weights by AdamW\n")
+
+
 def test_numbers():
     assert [is_number(v) for v in (1, 0.5, torch.tensor(2.0), True, "1", torch.ones(2))] == [True] * 3 + [False] * 3
 

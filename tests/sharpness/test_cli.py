@@ -249,7 +249,7 @@ def test_several_measures_end_in_one_table(capsys, monkeypatch):
         assert row.split()[-5:] == shares
     assert "steps=20" not in printed
     assert cli.main([*arguments[:-1], "--rho", "0.1", "--verbose"]) == 0
-    assert capsys.readouterr().out.count("Search(steps=20, ") == 3
+    assert capsys.readouterr().out.count("Search(steps=20, ") == 2
 
 
 class Guesses(nn.Module):

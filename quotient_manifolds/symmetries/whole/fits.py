@@ -63,9 +63,9 @@ def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], acts: Sequence
     X, Y = ([x.to(torch.complex64 if x.is_complex() else torch.float32) for x in side] for side in (X, Y))
     queries = torch.arange(R).expand(U, U, R).clone()
     if R > 1:
-        alike = sum(
-            _queries(*of_part) for of_part in zip(cell.parts, X, Y, acts, strict=True) if of_part[0].queries is not None
-        )
+        alike = torch.zeros(U, U, R, R)
+        for each in zip(cell.parts, X, Y, strict=True):
+            alike += _queries(*each)
         for i, j in product(range(U), repeat=2):
             queries[i, j] = assigned(alike[i, j])
     scores = torch.zeros(U, U)
@@ -88,16 +88,14 @@ def _fit(C: Tensor, free: bool) -> Tensor:
     return C.diagonal(dim1=-2, dim2=-1).real.sum((-2, -1)).cpu()
 
 
-def _queries(part: Part, x: Tensor, y: Tensor, acts: bool) -> Tensor:
-    """Return Re⟨q, q′⟩ of queries, or of their products with what they share; (units, units, queries, queries)."""
+def _queries(part: Part, x: Tensor, y: Tensor) -> Tensor:
+    """Return inner products of queries' products with what they share; (units, units, queries, queries)."""
     if part.queries is None:
-        return torch.zeros(1)
+        return torch.zeros(())
     a, b = x[:, :, part.queries].conj(), y[:, :, part.queries]
-    C = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(len(x), len(x), x.shape[1], -1, -1)
-    if acts:
-        common = torch.ones(x.shape[2], dtype=torch.bool).index_fill_(0, part.queries.flatten(), False)
-        C = torch.einsum("uprh,vprk->uvphk", x[:, :, common].conj(), y[:, :, common])
-    return torch.einsum("upaqh,vpbqk,uvphk->uvab", a, b, C.conj()).real.cpu()
+    common = torch.ones(x.shape[2], dtype=torch.bool).index_fill_(0, part.queries.flatten(), False)
+    C = torch.einsum("uprh,vprk->uvphk", x[:, :, common], y[:, :, common].conj())
+    return torch.einsum("upaqh,vpbqk,uvphk->uvab", a, b, C).real.cpu()
 
 
 def refined(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], move: Move, acts: Sequence[bool]) -> Move:
