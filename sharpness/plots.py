@@ -178,12 +178,12 @@ def write_report(
 
     Examples
     --------
-    >>> import sharpness, tempfile, torch
+    >>> import pathlib, sharpness, tempfile, torch
     >>> model, batch = torch.nn.Linear(2, 2), (torch.eye(2), torch.arange(2))
     >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=[0.1, 0.2])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_report(f"{folder}/report.html", model, batch, [result])
-    ...     Path(folder, "report.html").read_text().count("<img")
+    ...     pathlib.Path(folder, "report.html").read_text().count("<img")
     2
     """
     shown = list[str]()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quotient_manifolds.adapters import __main__ as adapters
+from quotient_manifolds import lora_command
 from reproduction import cli as laboratory
 from sharpness import cli
 from sharpness.study import read_config
@@ -75,7 +75,7 @@ def shell(body, run):
         if words[0] == "sharpness":
             assert run(words[1:]) == 0, line
         elif words[0] == "quotient-lora":
-            assert adapters.main(words[1:]) == 0, line
+            assert lora_command.main(words[1:]) == 0, line
         elif words[:3] == ["python", "-m", "reproduction"]:
             assert laboratory.main(words[3:]) == 0, line
         elif words[0] == "torchrun":

@@ -132,9 +132,9 @@ class Shards:
     def _exchange(self, sent: list[list[Tensor]], into: list[list[Tensor]]) -> None:
         """Send lists of tensors to the processes by one call, and fill others by what comes from them."""
         flat = torch.cat([self._nothing, *(t.flatten() for own in sent for t in own)]).to(self._nothing.dtype)
-        counts = [[sum(t.numel() for t in own) for own in parts] for parts in (into, sent)]
-        received = flat.new_empty(sum(counts[0]))
-        dist.all_to_all_single(received, flat, *counts, group=self.group)
+        coming, going = ([sum(t.numel() for t in own) for own in parts] for parts in (into, sent))
+        received = flat.new_empty(sum(coming))
+        dist.all_to_all_single(received, flat, coming, going, group=self.group)
         filled = [self._nothing, *chain(*into)]
         parts = received.split([t.numel() for t in filled])
         torch._foreach_copy_(filled, [part.view(t.shape) for part, t in zip(parts, filled, strict=True)])

@@ -205,7 +205,7 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
 
 
 def attention_pairs(
-    name: str, heads: Heads, *, q: Projection, k: Projection, v: Projection, o: Projection, values: Heads | None = None
+    name: str, heads: Heads, *, q: Projection, k: Projection, v: Projection, o: Projection
 ) -> list[SymmetricPair]:
     r"""List the Q–K and V–O pairs of a multi-head attention layer, one of each per query head.
 
@@ -220,8 +220,6 @@ def attention_pairs(
         Number of heads and, if it is not clear from the projections, their size; RoPE.
     q, k, v, o : Projection
         Location of the weights.
-    values : Heads, optional
-        The heads of V–O, if they differ in more than RoPE: another size, or a reason why there is no symmetry.
 
     Returns
     -------
@@ -245,7 +243,6 @@ def attention_pairs(
     """
     size = heads.size or getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads.number
     qk = replace(heads, size=size, kv_number=heads.kv_number or heads.number)
-    vo = Heads(qk.number, qk.kv_number, size) if values is None else values
-    vo = replace(vo, size=vo.size or size, kv_number=vo.kv_number or vo.number)
+    vo = Heads(qk.number, qk.kv_number, size)
     pairs = [*head_pairs(name, "qk", qk, q, k), *head_pairs(name, "vo", vo, v, o)]
     return sorted(pairs, key=lambda p: p.head or 0)

@@ -3,6 +3,7 @@
 from . import architectures
 from .align import Alignment, Element, align_models
 from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, verify_whole
+from .independence import Independence, independence_test
 from .kinds import Symmetry
 from .layout import affine, norm
 from .units import Move
@@ -13,6 +14,7 @@ __all__ = [
     "Alignment",
     "CanonicalForm",
     "Element",
+    "Independence",
     "Move",
     "Norm",
     "Site",
@@ -25,6 +27,7 @@ __all__ = [
     "architectures",
     "canonical_form",
     "canonicalize_",
+    "independence_test",
     "neuron_pairs",
     "neurons",
     "norm",

@@ -10,7 +10,7 @@ elements A inside heads and of neurons. All steps lower one function of it, the 
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -170,8 +170,8 @@ def align_models(
     before = descent.costs(still)
     after, history = descent.search(still)
     b.write(after.element)
-    roots = ({kind: square**0.5 for kind, square in found.squares.items()} for found in (before, after))
-    return b.model, Alignment(a.model, after.element, *roots, descent.size**0.5, (before.total, *history))
+    first, last = ({kind: square**0.5 for kind, square in found.squares.items()} for found in (before, after))
+    return b.model, Alignment(a.model, after.element, first, last, descent.size**0.5, (before.total, *history))
 
 
 def _check(reference: nn.Module, model: nn.Module) -> None:
@@ -232,8 +232,8 @@ class _Form:
         """Return parameters after a rotation of the stream."""
         state, chosen = State(), set(parameters)
         for rows, R in ((self.vectors, Q), (self.gains, None if Q is None or self.turns else Q.abs())):
-            for b in rows if R is not None else ():
-                if b.tensor in chosen:
+            for b in rows:
+                if R is not None and b.tensor in chosen:
                     value = state.read(b)
                     state.write(b, value @ R.mT.to(value.device))
         return state
@@ -295,7 +295,7 @@ class _Descent:
 
     def costs(self, element: Element, improve: bool = False) -> _Found:
         """Return squared distances by kind, of an element or, with ``improve``, of one with better moves of cells."""
-        squares, moves = Counter[str](), dict(element.cells)
+        squares, moves = defaultdict[str, float](float), dict(element.cells)
         for (theirs, cells), (own, alike) in zip(self.b.chunks, self.a.chunks, strict=True):
             at, state = State(), self.b.turned(theirs, element.stream)
             for cell, fixed in zip(cells, alike, strict=True):

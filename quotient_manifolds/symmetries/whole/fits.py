@@ -63,7 +63,9 @@ def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], acts: Sequence
     X, Y = ([x.to(torch.complex64 if x.is_complex() else torch.float32) for x in side] for side in (X, Y))
     queries = torch.arange(R).expand(U, U, R).clone()
     if R > 1:
-        alike = sum(_queries(*each) for each in zip(cell.parts, X, Y, strict=True))
+        alike = torch.zeros(U, U, R, R)
+        for each in zip(cell.parts, X, Y, strict=True):
+            alike += _queries(*each)
         for i, j in product(range(U), repeat=2):
             queries[i, j] = assigned(alike[i, j])
     scores = torch.zeros(U, U)
