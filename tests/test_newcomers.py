@@ -162,6 +162,16 @@ def test_extras_are_those_of_setup():
         assert set(re.findall(r"`(\w+)`", " ".join(first))) == known
 
 
+def test_oldest_versions_are_those_of_setup():
+    setup = (ROOT / "setup.cfg").read_text()
+    table = (ROOT / "docs" / "install.md").read_text().partition("oldest that is tested")[2]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \|$", table, re.MULTILINE)
+    assert len(rows) == 5
+    for name, version in rows:
+        required = "python_requires = " if name == "Python" else name.lower()
+        assert re.search(rf"^ *{required}>={re.escape(version)}$", setup, re.MULTILINE), name
+
+
 def test_a_package_index_is_given_no_dead_link():
     """The address of the repository is not known, so the long description is a text without relative links."""
     setup = configparser.ConfigParser()
