@@ -307,7 +307,16 @@ CALLS = {
 
 
 #: Calls that are made with the device as torch's default.
-BY_DEFAULT = ("geodesic-inv", "complete-mix", "aligned", "turned", "verified", "distances", "adapters", "sharpness-aware")
+BY_DEFAULT = (
+    "geodesic-inv",
+    "complete-mix",
+    "aligned",
+    "turned",
+    "verified",
+    "distances",
+    "adapters",
+    "sharpness-aware",
+)
 
 #: Calls that move between devices only where one of them has no double precision.
 RARE = ("average", "points", "heads as points", "examined", "along the worst of the whole")
