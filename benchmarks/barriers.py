@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.whole import align_models
+from sharpness.plots import figure
 
 #: What aligns the second network with the first; None leaves both as they are.
 METHODS: dict[str, tuple[str, ...] | None] = {
@@ -231,8 +232,6 @@ def spread(values: Any, digits: int, sign: str = "") -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the mean excess of the loss along the path, a panel for each task and width."""
-    from sharpness.plots import figure
-
     table = pd.DataFrame([r for r in rows if "losses" in r])
     groups = list(table.groupby(["task", "width"], sort=False))
     names = {"vit": "ViT, MNIST", "gpt": "GPT, bytes of AG News"}
