@@ -237,14 +237,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     names = {"vit": "ViT, MNIST", "gpt": "GPT, bytes of AG News"}
     shown = [m for m in (*METHODS, f"{ALL}, geodesic") if m != "canonical form"]
     colours = dict(zip(shown, ("#999999", "#D55E00", "#E69F00", "#0072B2", "#009E73"), strict=True))
-    with figure(path, (5.2 * len(groups), 4.2), 1, len(groups)) as (_, grid):
+    with figure(path, (5.2 * len(groups), 4.6), 1, len(groups)) as (page, grid):
         for axis, ((task, width), part) in zip(grid.flat, groups, strict=True):
             for method, style in zip(shown, ("-", "-.", "--", "-", ":"), strict=True):
                 losses = np.array(part[part.method == method].losses.tolist())
                 line = losses[:, :1] + np.array(TIMES) * (losses[:, -1:] - losses[:, :1])
                 axis.plot(TIMES, (losses - line).mean(0), style, color=colours[method], label=method)
             axis.set(title=f"{names[task]}, width {width}", xlabel="t", ylabel="excess of the test loss (nats)")
-        grid.flat[0].legend()
+        page.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(shown))
 
 
 def main() -> None:
