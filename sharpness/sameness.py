@@ -85,8 +85,8 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     test, apart = independence_test(a, b), _difference(a, b, one.example)
     evidence = [
         f"outputs on random inputs: {'not compared' if math.isnan(apart) else f'largest relative change {apart:.0e}'}",
-        f"neurons that are matched alike by their inputs and by their outputs: {test.agreeing:,} of {test.neurons:,}, "
-        f"by chance {test.layers}; p {f'= {test.p_value:.2g}' if test.p_value > 1e-99 else '< 1e-99'} if independent",
+        f"neurons matched alike by both sides: {test.agreeing:,} of {test.neurons:,}, by chance {test.layers}; "
+        f"p {f'= {test.p_value:.2g}' if test.p_value > 1e-99 else '< 1e-99'}",
     ]
     formats = [f"{type(a).__name__} and {type(b).__name__}"] if type(a) is not type(b) else _untied(a, b)
     distances, near = pd.DataFrame(), False
