@@ -7,6 +7,8 @@ papers, beside our distance modulo all symmetries. Everything is in float64.
 ``python fingerprints.py --bert B --sst2 S --out O`` fine-tunes the BERT in the folder B three times on the sentences of
 SST-2, trains two networks of its shape from random weights in the same way, and tests every pair for independence. The
 networks are kept in the folder O, and those that are there are not trained again.
+
+``python fingerprints.py --apart N`` tests all pairs of the networks that ``barriers.py`` trained into the folder N.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import copy
 import itertools
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from _apart import PAIRS, TASKS, WIDTHS, Trained, loaded
 from _common import RESULTS, environment
 from lora_text import sst2
 from torch import Tensor, nn
@@ -219,15 +223,45 @@ def kinship(folder: Path, texts: Path, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def apart(folder: Path) -> list[dict[str, Any]]:
+    """Count the agreeing neurons of all pairs of networks trained apart on the same data, by task and width."""
+    rows = []
+    for task, width in itertools.product(TASKS, WIDTHS):
+        chosen = [Trained(task, width, seed) for seed in range(2 * PAIRS)]
+        nets = [loaded(one, folder) for one in chosen if (folder / f"{one}.safetensors").exists()]
+        found = [independence_test(a, b) for a, b in itertools.combinations(nets, 2)]
+        if found:
+            counts = sorted(Counter(f.agreeing for f in found).items())
+            least = round(min(f.p_value for f in found), 4)
+            rows.append(
+                {
+                    "part": "apart",
+                    "task": task,
+                    "width": width,
+                    "pairs": len(found),
+                    "agreeing": counts,
+                    "least p": least,
+                    "by chance": found[0].layers,
+                    "neurons": found[0].neurons,
+                }
+            )
+    return rows
+
+
 def main() -> None:
     """Run one part, and write its rows in the place of those that were there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bert", type=Path)
     parser.add_argument("--sst2", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--apart", type=Path)
     options = parser.parse_args()
-    part = "features" if options.bert is None else "kinship"
-    rows = features(0) if options.bert is None else kinship(options.bert, options.sst2, options.out)
+    if options.apart is not None:
+        part, rows = "apart", apart(options.apart)
+    elif options.bert is not None:
+        part, rows = "kinship", kinship(options.bert, options.sst2, options.out)
+    else:
+        part, rows = "features", features(0)
     path = RESULTS / "fingerprints.json"
     found = json.loads(path.read_text()) if path.exists() else {"rows": [], "environment": {}}
     found["environment"][part] = environment()

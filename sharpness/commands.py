@@ -219,7 +219,7 @@ def compare(
     for p in known:
         of_layer = layers.setdefault(p.module, {})
         of_layer[p.kind] = math.hypot(of_layer.get(p.kind, 0.0), p.distance)
-    kinds = list(dict.fromkeys(p.kind for p in known))
+    kinds = list(dict.fromkeys(p.kind for p in found.pairs))
     rows = [[layer, *(f"{d[kind]:.4g}" if kind in d else "" for kind in kinds)] for layer, d in layers.items()]
     print(aligned([["layer", *kinds], *rows]))
     say((f"- not compared: {name}: {reason}" for name, reason in found.skipped.items()), "33")

@@ -12,14 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.modules import (
-    caching,
-    check_model,
-    drop_caches,
-    floats,
-    preserve_model_state,
-    tree_map,
-)
+from quotient_manifolds.symmetries.modules import caching, drop_caches, floats, preserve_model_state, tree_map
 
 from .losses import to_float32
 
@@ -34,7 +27,6 @@ _SWITCHES: dict[str, tuple[type, ...]] = {
 
 def preserved(model: nn.Module) -> preserve_model_state:
     """Return what leaves a model as it was, if ``with`` enters it twice, see :class:`preserve_model_state`."""
-    check_model(model)
     return preserve_model_state(model, _SWITCHES)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...linalg import finite, in_double
 from ..blocks import Block
 from .canonical import canonical_form
-from .fits import balanced, matched, permutation, refined, rotation
+from .fits import balanced, matched, permutation, refined, rotation, turned
 from .units import Cell, Move, cells_of
 from .wiring import State
 
@@ -166,7 +166,7 @@ def align_models(
         raise ValueError(f"kinds is a collection of {', '.join(KINDS)}, got {kinds!r}")
     _check(reference, model)
     a, b = _Form(reference), _Form(model)
-    descent, still = _Descent(a, b, kinds), Element(None, {c.name: c.identity() for c in b.cells})
+    descent, still = _Descent(a, b, kinds, {}), Element(None, {c.name: c.identity() for c in b.cells})
     before = descent.costs(still)
     after, history = descent.search(still)
     b.write(after.element)
@@ -193,6 +193,7 @@ class _Form:
         self.model = copy.deepcopy(model).requires_grad_()
         state = State()
         form = canonical_form(self.model, state=state)
+        form.values.clear()  # they are in the state
         w = form.wiring
         if w is None or not w.sites:
             name = type(model).__name__
@@ -202,7 +203,7 @@ class _Form:
         self.turns = any(s.kind == "rotation" for s in form.symmetries)
         norms = [s.norm for s in w.sites]
         #: Rows that are vectors in the stream, and rows of one number an entry, which its sign does not change.
-        self.vectors = _unique([*w.vectors, *(n.shift for n in norms if n.shift)]) if w.closed else []
+        self.vectors = _unique([*w.vectors, *w.alike, *(n.shift for n in norms if n.shift)]) if w.closed else []
         self.gains = _unique([*(n.gain for n in norms if n.gain), *(b for _, b, _ in w.scales)])
         widths = {b.size[1] for b in (*self.vectors, *self.gains)}
         self.width = max(widths, default=0)
@@ -234,8 +235,7 @@ class _Form:
         for rows, R in ((self.vectors, Q), (self.gains, None if Q is None or self.turns else Q.abs())):
             for b in rows:
                 if R is not None and b.tensor in chosen:
-                    value = state.read(b)
-                    state.write(b, value @ R.mT.to(value.device))
+                    state.write(b, turned(state.read(b), R))
         return state
 
     def moved(self, parameters: list[Tensor], cells: Iterable[Cell], element: Element) -> State:
@@ -266,8 +266,10 @@ class _Found:
 class _Descent:
     """The steps that lower the objective."""
 
-    def __init__(self, a: _Form, b: _Form, kinds: Collection[str]) -> None:
-        self.a, self.b, self.kinds = a, b, set(kinds)
+    def __init__(
+        self, a: _Form, b: _Form, kinds: Collection[str], matches: dict[object, tuple[Tensor, Tensor]]
+    ) -> None:
+        self.a, self.b, self.kinds, self.matches = a, b, set(kinds), matches
         if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
             raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
         weights = list(a.model.parameters())
@@ -278,7 +280,7 @@ class _Descent:
         """Descend from the better of two starts; return what was found, and the history."""
         found = self.costs(self.turned(still, known=True), improve=True)
         if found.total > self.least:
-            alone = _Descent(self.a, self.b, {"permutations"})
+            alone = _Descent(self.a, self.b, {"permutations"}, self.matches)
             start = alone.search(still)[0].element if self.kinds > alone.kinds else still
             found = min(found, self.costs(start, improve=True), key=lambda f: f.total)
         history = [found.total]
@@ -302,7 +304,7 @@ class _Descent:
                 X, Y = ([part.read(s) for part in c.parts] for c, s in ((fixed, at), (cell, state)))
                 by_part = _squares(cell, X, Y, moves[cell.name])
                 if improve:
-                    moves[cell.name], by_part = self.better(cell, X, Y, moves[cell.name], by_part)
+                    moves[cell.name], by_part = self.better(cell, X, Y, moves[cell.name], by_part, element.stream)
                 for part, square in zip(cell.parts, by_part, strict=True):
                     squares[part.kind] += square
             for p, q in zip(theirs, own, strict=True):
@@ -328,13 +330,16 @@ class _Descent:
         return replace(element, stream=rotation(M, b.centring) if free else permutation(M, N, signs=not b.centring))
 
     def better(
-        self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, squares: list[float]
+        self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, squares: list[float], stream: Tensor | None
     ) -> tuple[Move, list[float]]:
         """Match units anew and choose group elements; if that does not help, keep units and choose elements."""
         acts = [p.n > 0 and ("scales" if p.kind == "neurons" else "heads") in self.kinds for p in cell.parts]
         tried = [move]
         if "permutations" in self.kinds:
-            new = Move(*matched(cell, X, Y, acts), (None,) * len(acts))
+            key = (cell.name, *acts, stream if stream is None else hash(stream.numpy().tobytes()))
+            if key not in self.matches:
+                self.matches[key] = matched(cell, X, Y, acts)
+            new = Move(*self.matches[key], (None,) * len(acts))
             if not (torch.equal(new.order, move.order) and torch.equal(new.queries, move.queries)):
                 tried.insert(0, new)
         for trial in tried:

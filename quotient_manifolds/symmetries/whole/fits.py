@@ -53,6 +53,15 @@ def permutation(M: Tensor, N: Tensor, signs: bool) -> Tensor:
     return Q
 
 
+def turned(rows: Tensor, Q: Tensor) -> Tensor:
+    """Return rows Qᵀ; a permutation needs no products."""
+    Q = Q.to(rows.device)
+    if int(Q.count_nonzero()) > len(Q):
+        return rows @ Q.mT
+    order = Q.abs().argmax(1)
+    return rows[:, order] * Q.sum(1)
+
+
 def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], acts: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """Assign units to units, and within each pair queries to queries.
 

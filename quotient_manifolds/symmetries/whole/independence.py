@@ -115,10 +115,10 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
         raise ValueError("the networks differ in their layers or embeddings; compare networks of one architecture")
     U, S, Vh = torch.linalg.svd(known.mT @ theirs)
     U, V = U[:, 1e-9 * S[0] < S], Vh.mH[:, 1e-9 * S[0] < S]
-    agreeing = 0
+    agreeing, generator = 0, torch.Generator().manual_seed(0)
     for x, y in zip(layers, others, strict=True):
-        by_input = _matching(x.gate @ U, y.gate @ V)
-        agreeing += int((by_input == _matching(_unexplained(x) @ U, _unexplained(y) @ V)).sum())
+        by_input = _matching(x.gate @ U, y.gate @ V, generator)
+        agreeing += int((by_input == _matching(_unexplained(x) @ U, _unexplained(y) @ V, generator)).sum())
     neurons = sum(len(x.down) for x in layers)
     return Independence(float(poisson.sf(agreeing - 1, len(layers))), agreeing, neurons, len(layers))
 
@@ -147,9 +147,11 @@ def _unexplained(x: _Neurons) -> Tensor:
     return down - up @ torch.linalg.lstsq(up, down, rcond=_RANK).solution
 
 
-def _matching(x: Tensor, y: Tensor) -> Tensor:
-    """Assign rows to rows by the largest sum of squared cosines."""
-    from scipy.optimize import linear_sum_assignment
+def _matching(x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+    """Assign rows to rows by the largest sum of squared cosines; rows that are equal, such as 0, at random."""
+    from scipy.optimize import linear_sum_assignment  # slow to import
 
-    cosines = nn.functional.normalize(x, dim=1) @ nn.functional.normalize(y, dim=1).mT
-    return torch.as_tensor(linear_sum_assignment(cosines.square().numpy(), maximize=True)[1])
+    x, y = (nn.functional.normalize(rows, dim=1) for rows in (x, y))
+    order = torch.randperm(len(y), generator=generator)
+    found = linear_sum_assignment((x @ y[order].mT).square().numpy(), maximize=True)[1]
+    return order[torch.as_tensor(found)]

@@ -175,6 +175,8 @@ class Wiring:
         Layers whose output is added to a stream.
     tables : list of (str, Block)
         Other vectors that are added to a stream, as rows.
+    alike : list of Block
+        Rows whose entries keep the order of the stream's, but not its basis: a tied decoder reads them.
     common : list of (str, Block, tuple of Block)
         Vectors that are always added to each other: each of the first to exactly one of the others.
     scales : list of (str, Block, Affine)
@@ -206,6 +208,7 @@ class Wiring:
     sites: list[Site] = field(default_factory=list)
     writers: list[tuple[str, Affine]] = field(default_factory=list)
     tables: list[tuple[str, Block]] = field(default_factory=list)
+    alike: list[Block] = field(default_factory=list)
     common: list[tuple[str, Block, tuple[Block, ...]]] = field(default_factory=list)
     scales: list[tuple[str, Block, Affine]] = field(default_factory=list)
     neurons: list[SymmetricPair] = field(default_factory=list)

@@ -16,7 +16,7 @@ from quotient_manifolds.symmetries.whole import (
 from quotient_manifolds.symmetries.whole.align import KINDS
 from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
 from quotient_manifolds.symmetries.whole.units import Cell, Move, Part, acted
-from tests.whole_networks import FAMILIES, build, forward, inputs
+from tests.whole_networks import BACKBONES, FAMILIES, build, forward, headed, inputs
 
 #: Units that may be permuted, layer by layer: of attention and of neurons.
 UNITS = {"distilbert": [2, 2, 8, 12, 12], "t5": [2, 2, 2, 12, 12], "dinov2": [2, 2, 16, 16]}
@@ -66,6 +66,21 @@ def test_copies_meet(family):
     assert plain.distance > 0.3 * plain.size  # the moves were some
     _, single = align_models(copy.deepcopy(model).float(), copied.float())
     assert single.distance < 1e-3 * single.size
+
+
+@pytest.mark.parametrize("family", ["bert", "bert-pretraining", "distilbert", "gpt_neox", "siglip"])
+def test_copies_of_headed_networks_meet(family):
+    """A tied decoder reads what has the order of the stream's entries; of others only a part of a head is rotated."""
+    model, batch = headed(family, BACKBONES[family][3])
+    with torch.no_grad():
+        before = next(iter(model(**{k: v for k, v in batch.items() if k != "labels"}).values()))
+        copied = moved(model, seed=2)
+        after = next(iter(copied(**{k: v for k, v in batch.items() if k != "labels"}).values()))
+    assert difference(after, before) < 1e-10
+    assert (Element.random(model).stream is None) == (family == "siglip")  # whose outputs are raw
+    _, found = align_models(model, copied)
+    assert found.distance < 1e-10 * found.size
+    assert align_models(model, copied, kinds=())[1].distance > 0.1 * found.size
 
 
 @pytest.mark.parametrize("family", ["vit", "bert", "qwen3", "opt", "t5"])

@@ -46,6 +46,18 @@ def test_a_moved_fine_tune_is_known(family):
     assert independence_test(one, unrelated).p_value > 1e-6
 
 
+def test_dead_neurons_are_no_kinship(monkeypatch):
+    def pruned(seed):
+        layers, known = drawn(seed)
+        return [independence._Neurons(*(rows * (torch.arange(40) < 10)[:, None] for rows in x)) for x in layers], known
+
+    monkeypatch.setattr(independence, "_read", pruned)
+    assert sum(independence_test(2 * i, 2 * i + 1).agreeing for i in range(20)) < 120  # of 1,600; by chance 40 ± 6
+    matching = independence._matching
+    monkeypatch.setattr(independence, "_matching", lambda x, y, g: matching(x, y, torch.Generator().manual_seed(0)))
+    assert sum(independence_test(2 * i, 2 * i + 1).agreeing for i in range(20)) > 120  # ties fall alike
+
+
 def test_a_network_is_not_changed_nor_are_gradients_asked_of_it():
     one = build("vit").requires_grad_(False)
     before = copy.deepcopy(one.state_dict())
