@@ -103,7 +103,7 @@ def test_the_user_of_geoopt_factorises_a_matrix(follow):
     assert follow("Optimise a low-rank product with geoopt")["loss"] < 1e-8
 
 
-def test_the_engineer_calls_make(follow):
+def test_the_engineer_calls_make():
     """Both commands exist, and what README shows is what the recorded demo printed."""
     (commands, shown) = [body for _, _, body, line in blocks(README) if line in section("Try it")]
     assert re.findall(r"^make (\w+)", commands, re.MULTILINE) == ["demo", "test"]
