@@ -8,17 +8,17 @@ export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process. Each imports for eleven seconds; a test that waits for processes of its own keeps a core busy.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder
 # Tests of what readers see, which make docs runs.
-PAGES := tests/test_docs.py tests/test_examples.py tests/test_pages.py
+PAGES := tests/test_docs.py tests/test_newcomers.py tests/test_examples.py tests/test_pages.py
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 14
 
-demo: $(VENV)/.demo  ## train a vision transformer on digits, measure its sharpness, draw the picture (under two minutes)
+demo: $(VENV)/.demo  ## train a vision transformer, measure it and ten reparametrisations, draw the picture (a minute)
 	OMP_NUM_THREADS=1 $(BIN)/sharpness demo $(ARGS)
 
-test: $(VENV)/.dev  ## run the tests of the packages; ARGS="-k name" chooses
+test: $(VENV)/.dev  ## run the tests of the packages (five minutes on two cores); ARGS="-k name" chooses
 	$(PYTEST) tests quotient_manifolds sharpness --ignore tests/benchmarks $(PAGES:%=--ignore %) $(ARGS)
 
 studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and benchmarks/
@@ -40,6 +40,7 @@ test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported version
 lint: $(VENV)/.dev  ## check style, docstrings, and which file may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --isolated --line-length 84 README.md $$(find docs -name '*.md' -not -path '*/_build/*')
 	$(BIN)/lint-imports --no-logo
 
 types: $(VENV)/.dev  ## check the types
@@ -75,10 +76,12 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet uv
 
 $(VENV)/.demo: $(BIN)/uv setup.cfg pyproject.toml
+	@echo "installing PyTorch and what the demo needs into $(VENV) (6 GB; once)"
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[demo]'
 	touch $@
 
 $(VENV)/.dev: $(BIN)/uv setup.cfg pyproject.toml
+	@echo "installing PyTorch and what tests need into $(VENV) (6 GB; once)"
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 

@@ -16,6 +16,7 @@ FORKING = (
 LONG = (
     "test_docs.py", "test_evaluation.py", "test_building.py", "test_logarithm.py", "test_manifolds.py",
     "test_generalization.py", "test_geodesics.py", "test_nullity.py", "test_optim.py", "test_measures.py",
+    "test_newcomers.py",
     "test_lora.py", "test_examination.py", "test_registry.py", "test_hessian.py", "test_fuzz.py",
     "test_parameters.py", "test_testing.py", "test_verdicts.py", "test_examples.py",
 )  # fmt: skip

@@ -121,14 +121,16 @@ def main() -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss along the paths."""
-    with figure(path, (7, 4.6)) as (_, ((axis,),)):
-        for i, name in enumerate(dict.fromkeys(r["path"] for r in rows)):
-            for k, row in enumerate(r for r in rows if r["path"] == name):
-                look = {"color": f"C{i}", "linestyle": ":" if "aligned" in name else "-", "marker": "osD^v"[i % 5]}
-                axis.plot(TIMES, row["loss"], label=name if k == 0 else None, markersize=4, **look)
-        axis.set(xlabel="t", ylabel="test loss")
-        axis.legend()
+    """Loss on the way from one adapter to the other, of the first pair of adapters."""
+    names = {"factors": ("average of the factors", "#D55E00", "s"),
+             "geodesic (inv)": ("average on the quotient", "#0072B2", "o")}  # fmt: skip
+    with figure(path, (6.4, 4.2)) as (_, ((axes,),)):
+        for kind, (name, colour, marker) in names.items():
+            losses = next(r["loss"] for r in rows if r["path"] == kind)
+            axes.plot(TIMES, losses, marker=marker, color=colour, label=name, linewidth=2)
+        axes.set_xticks([0, 0.5, 1], ["adapter 1", "middle", "adapter 2"])
+        axes.set_ylabel("test loss")
+        axes.legend()
 
 
 if __name__ == "__main__":

@@ -1,31 +1,32 @@
-"""Does geodesic sharpness rank models by how they generalise? The study's three zoos, and the pilot that came before.
+"""Does geodesic sharpness rank models by how they generalise? The study's three collections, or zoos.
 
 ``gather KIND --zoo ZOO`` writes what was measured of a zoo (``python -m reproduction zoo``, ``radii``, and
-``sharpness sweep``) to tables in ``results/``. ``vision``, the pilot: 24 fine-tunes of the public ``vit_cifar10`` on
-2,000 CIFAR-10 images, each with a random recipe, trained, measured and written to tables; every step resumes where it
-was stopped, and ``--shard i/n`` shares the work among processes. ``report`` draws the figures and writes the tables of
-docs/ from all.
+``sharpness sweep``) to tables in ``results/``. ``vision`` trains 24 fine-tunes of the public ``vit_cifar10`` on 2,000
+CIFAR-10 images, each with a random recipe, and measures them with and without parts of the measure; every step resumes
+where it was stopped, and ``--shard i/n`` shares the work among processes. ``report`` draws the figures and writes the
+tables of docs/ from all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import pandas as pd
 import torch
 from _common import RESULTS, write
 
 from reproduction.adaptive_norm import AdaptiveNormMeasure
 from reproduction.additive import AdditiveMeasure
 from reproduction.collection import train_collection
-from reproduction.comparison import compare
 from reproduction.hypothesis import GIVEN, hypothesis
-from reproduction.plots import plot_ablations, plot_radii
+from reproduction.plots import WORDS, plot_partial
+from reproduction.radii import PRIMARY
 from reproduction.rk4 import RungeKuttaMeasure
 from reproduction.statistics import kendall
 from reproduction.study import (
@@ -36,23 +37,21 @@ from reproduction.study import (
     differences,
     judged,
     plain_table,
-    plot_partial,
-    plot_radius,
     rows_of,
     table,
 )
-from reproduction.tables import formatted, read_table, write_rows
+from reproduction.tables import read_table, write_rows
 from reproduction.zoo import KINDS
 from sharpness import MEASURES as KNOWN
 from sharpness import Measure
 from sharpness.data import DataChoice
-from sharpness.files import write_json
-from sharpness.study import plot_sweep, read_config, read_rows, run_sweep, targets
+from sharpness.files import write_json, write_text
+from sharpness.study import read_config, read_rows, run_sweep
 from sharpness.study.rows import Row, label
 
 DOCS = RESULTS.parent.parent / "docs"
 #: Test examples of each collection, and shifted ones.
-TESTED = {"pilot": (10_000, 0), "vit": (10_000, 10_000), "minilm": (9_815, 4_530), "scratch": (10_000, 10_000)}
+TESTED = {"vit": (10_000, 10_000), "minilm": (9_815, 4_530), "scratch": (10_000, 10_000)}
 MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "gradient-norm"]
 RADII = {
     "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1], "adaptive": [0.06, 0.15, 0.5, 0.8],
@@ -79,7 +78,7 @@ KNOWN.update({measure.name: measure for measure in OF_LABORATORY})
 
 
 def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
-    """The configurations of the pilot by name, from the one that the collection came with."""
+    """The configurations of ``vision`` by name, from the one that the collection came with."""
     base = json.loads((folder / "sweep.json").read_text())
     base |= {"measures": MEASURES, "rho": RADII, "relative_tol": 1e-3}
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial", "baselines")}
@@ -91,7 +90,7 @@ def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def measure(out: Path, shard: str) -> None:
-    """Run all sweeps of the pilot and write its tables."""
+    """Run all sweeps of ``vision`` and write its tables."""
     for name, config in sweeps(out / "collection").items():
         path = out / "collection" / f"{name}.json"
         write_json(path, config)
@@ -137,30 +136,23 @@ def by_number(row: Row) -> int:
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
-def ablations() -> list[Row]:
-    """Rows of the pilot's ablations with its fits."""
-    fits = [r for r in read_table(RESULTS / "vision.csv") if r["kind"] == "fit"]
-    return [*fits, *read_table(RESULTS / "vision_ablations.csv")]
-
-
-def changes() -> str:
-    """How much each switch changes the sharpness, and the order of the models."""
+def changes() -> pd.DataFrame:
+    """How much each switch changes the sharpness of the fine-tunes of ``vision``, and their order."""
     table: dict[str, dict[str, float]] = {}
     for r in read_table(RESULTS / "vision_ablations.csv"):
         table.setdefault(label(r["measure"], r["ablation"]), {})[r["checkpoint"]] = r["sharpness"]
-    names = list(table)
     base = table["geodesic-inv"]
-    lines = [
-        "| geodesic-inv, ρ = 0.1 | median ratio | smallest, largest | τ with the measure itself |",
-        "|---|---|---|---|",
-    ]
-    for name in names:
-        ratios = sorted(table[name][m] / base[m] for m in base)
-        tau = kendall([table[name][m] for m in base], list(base.values())).value
-        middle = ratios[len(ratios) // 2]
-        switch = name.removeprefix("geodesic-inv, ").replace("geodesic-inv", "itself")
-        lines.append(f"| {switch} | {middle:.4g} | {ratios[0]:.4g}, {ratios[-1]:.4g} | {tau:+.2f} |")
-    return "\n".join(lines) + "\n"
+    lines = []
+    for name in table:
+        ratios = [table[name][m] / base[m] for m in base]
+        lines.append(
+            {
+                "geodesic-inv, ρ = 0.1": name.removeprefix("geodesic-inv, ").replace("geodesic-inv", "itself"),
+                "median ratio": sorted(ratios)[len(ratios) // 2], "smallest": min(ratios), "largest": max(ratios),
+                "τ with the measure itself": kendall([table[name][m] for m in base], list(base.values())).value,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(lines)
 
 
 def zoos() -> tuple[dict[str, list[Row]], ...]:
@@ -186,66 +178,65 @@ def hours(kind: str) -> dict[str, float]:
     return {name: sum(part[name] for part in parts) for part in parts for name in part}
 
 
-def resolution(
-    rows: Sequence[Row], shifted: Sequence[Row], examples: tuple[int, int], trained: int, hours: Mapping[str, float]
-) -> str:
+def described(kind: str, rows: Sequence[Row], shifted: Sequence[Row]) -> dict[str, Any]:
     """Describe a collection: its models, errors, and the ratios of test errors' standard errors to their spread."""
     fits, others = ([r for r in part if r["kind"] == "fit"] for part in (rows, shifted))
-    columns = [[r[name] for r in fits] for name in ("train_error", "test_error")]
-    columns.append([b - a for a, b in zip(*columns, strict=True)])
-    ranges = [f"{min(c):.3f} to {max(c):.3f}" for c in columns]
-    tests = [columns[1], [r["test_error"] for r in others]]
+    errors = {name: [r[f"{name}_error"] for r in fits] for name in ("train", "test")}
+    gaps = [b - a for a, b in zip(*errors.values(), strict=True)]
+    tests = [errors["test"], [r["test_error"] for r in others]]
     ratios = [
-        f"{fmean((e * (1 - e) / n) ** 0.5 for e in errors) / stdev(errors):.2f}" if errors else ""
-        for errors, n in zip(tests, examples, strict=True)
+        fmean((e * (1 - e) / n) ** 0.5 for e in found) / stdev(found)
+        for found, n in zip(tests, TESTED[kind], strict=True)
     ]
-    times = [f"{hours[part]:.1f}" if part in hours else "" for part in ("training", "testing", "measuring")]
-    return ",".join([str(trained), str(trained - len(fits)), *ranges, *ratios, *times])
+    parts = hours(kind)
+    return {
+        "collection": WORDS[kind], "models": len(fits), "left out": trained(kind, rows) - len(fits),
+        "train error": between(errors["train"]), "test error": between(errors["test"]), "gap": between(gaps),
+        "test ratio": f"{ratios[0]:.2f}", "shift ratio": f"{ratios[1]:.2f}",
+        "hours": " + ".join(f"{parts[part]:.1f}" for part in ("training", "testing", "measuring")),
+    }  # fmt: skip
+
+
+def between(values: Sequence[float]) -> str:
+    """Smallest and largest value."""
+    return f"{min(values):.3f}…{max(values):.3f}"
 
 
 def report(docs: Path = DOCS) -> None:
-    """Write the tables and figures of ``docs/results/generalization.md``."""
+    """Write the tables and figures of ``docs/results/generalization.md`` and of the page with its details."""
     tables, images = docs / "tables", docs / "images"
     for folder in (tables, images):
         folder.mkdir(parents=True, exist_ok=True)
-    rows = read_table(RESULTS / "vision.csv")
-    for target in ("gap", "test-error"):
-        (tables / f"vision_{target}.md").write_text(formatted(compare(rows, target)), encoding="utf-8")
-    others = [r for r in compare(ablations()) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
-    (tables / "vision_ablations.md").write_text(formatted(others), encoding="utf-8")
-    (tables / "vision_changes.md").write_text(changes(), encoding="utf-8")
-    plot_sweep(rows, "gap", images / "vision_scatter.png")
-    plot_radii(rows, "gap", images / "vision_radius.png")
-    plot_ablations(ablations(), "gap", images, prefix="vision_")
     own, shifted = zoos()
-    lines = [
-        "collection,models,left out,train error,test error,gap,standard error of a test error / spread,"
-        "of one under shift / spread,hours of a process: training,testing,measuring"
+    found = {target: judged(own, target) for target in OUTCOMES}
+    given = {target: table(zoos) for target, zoos in found.items()}
+    apart = {target: table(judged(own, target, given=GIVEN), GIVEN) for target in OUTCOMES}
+    partial = [
+        *(frame.assign(target=t, controls="loss, error") for t, frame in given.items()),
+        table(judged(shifted, "test-error")).assign(target="test error under shift", controls="loss, error"),
+        *(table(judged(own, t, quadratic=True)).assign(target=t, controls="with squares") for t in OUTCOMES),
+        *(frame.assign(target=t, controls="with distance") for t, frame in apart.items()),
+        table(judged(own, "test-loss", quadratic=True, given=GIVEN), GIVEN).assign(
+            target="test-loss", controls="with distance and squares"
+        ),
     ]
-    for kind, found in {"pilot": rows, **own}.items():
-        models = len(targets(found)) if kind == "pilot" else trained(kind, found)
-        lines.append(f"{kind},{resolution(found, shifted.get(kind, ()), TESTED[kind], models, hours(kind))}")
-    (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if own:
-        (tables / "agreement.md").write_text(agreement(own), encoding="utf-8")
-        found = {target: judged(own, target) for target in OUTCOMES}
-        apart = {target: judged(own, target, given=GIVEN) for target in OUTCOMES}
-        parts = {"shift": table(judged(shifted, "test-error")), "plain": plain_table(found)}
-        parts["distance"] = beside_distance(own)
-        for target, rankings in found.items():
-            parts[target], parts[f"{target}_differences"] = table(rankings), differences(own, target)
-            parts[f"{target}_squared"] = table(judged(own, target, quadratic=True))
-            parts[f"{target}_distance"] = table(apart[target], GIVEN)
-            plot_radius(rankings, target, images / f"zoos_radius_{target}.png")
-        if "minilm" in own:
-            seen = {r["checkpoint"] for r in read_table(RESULTS / "agreement_minilm.csv")}
-            parts["hypothesis"] = hypothesis(own["minilm"], seen)
-        squared = judged(own, "test-loss", quadratic=True, given=GIVEN)
-        parts["test-loss_distance_squared"] = table(squared, GIVEN)
-        for name, text in parts.items():
-            (tables / f"zoos_{name}.md").write_text(text, encoding="utf-8")
-        plot_partial(found, images / "zoos_partial.png")
-        plot_partial(apart, images / "zoos_partial_distance.png", GIVEN)
+    columns = ["target", "controls", "collection", "quantity", "radius", "models", "τ", "low", "high", "verdict"]
+    seen = {r["checkpoint"] for r in read_table(RESULTS / "agreement_minilm.csv")}
+    parts = {
+        "collections": pd.DataFrame([described(kind, own[kind], shifted[kind]) for kind in own]),
+        "partial": pd.concat(partial)[columns],
+        "uncontrolled": plain_table(found),
+        "differences": pd.concat([differences(own, target) for target in OUTCOMES]),
+        "distance": beside_distance(own),
+        "agreement": agreement(own),
+        "hypothesis": hypothesis(own["minilm"], seen),
+        "ablations": changes(),
+    }
+    for name, frame in parts.items():
+        write_text(tables / f"{name}.csv", frame.to_csv(index=False, float_format="%.4g", lineterminator="\n"))
+    plot_partial({"gap": given["gap"]}, images / "gap.png", names=PRIMARY)
+    plot_partial(given, images / "partial.png")
+    plot_partial(apart, images / "partial_distance.png", GIVEN)
 
 
 def main() -> None:

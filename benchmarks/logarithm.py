@@ -75,8 +75,7 @@ def main() -> None:
     for what, models, settings in (
         ("fine-tunes", from_one, {"metric": "inv"}),
         ("fine-tunes", from_one, {"metric": "mix"}),
-        ("trained apart", apart, {"metric": "inv", "match": "none"}),
-        ("trained apart", apart, {"metric": "inv", "match": "heads"}),
+        ("trained apart", apart, {"metric": "inv"}),
     ):
         found, times = timed(lambda models=models, settings=settings: model_distance(*models, **settings))
         distances = [p.distance for p in found.pairs]
@@ -85,7 +84,7 @@ def main() -> None:
         rows.append(
             {"what": what, **settings, "pairs": len(distances), "unsolved": sum(d != d for d in distances), **times}
             | {"total": found.total, "mean": sum(distances) / len(distances), "largest": max(distances)}
-            | {"moved": sum(p.other_head != p.head for p in found.pairs), "accuracies": accuracies}
+            | {"accuracies": accuracies}
             | {"distances": [[p.module, p.kind, p.head, round(p.distance, 4)] for p in found.pairs]}
         )
     torch.set_default_dtype(torch.float64)
@@ -105,8 +104,8 @@ def main() -> None:
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     """Draw the distances of the heads, a figure for fine-tunes and one for models trained apart."""
-    for name, what, match in (("fine_tunes", "fine-tunes", None), ("apart", "trained apart", "heads")):
-        row = next(r for r in rows if r["what"] == what and r["metric"] == "inv" and r.get("match") == match)
+    for name, what in (("fine_tunes", "fine-tunes"), ("apart", "trained apart")):
+        row = next(r for r in rows if r["what"] == what and r["metric"] == "inv")
         pairs = (PairDistance("", m.removeprefix("transformer."), k, h, h, d) for m, k, h, d in row["distances"])
         plot_distances(ModelDistance("inv", tuple(pairs)), folder / f"distances_{name}.png")
 

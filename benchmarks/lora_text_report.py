@@ -18,10 +18,11 @@ from sharpness.plots import figure
 
 NAMES = {"ag_news": "AG News", "sst2": "SST-2", "mnli": "MNLI"}
 RANKS = (4, 16, 64)
+#: "±" between spaces at which no line breaks.
+PM = "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}"
 OURS = ("QuotientAdam", "QuotientMuon")
 SHOWN = (*METHODS, "QuotientAdam, any rank alike", "QuotientAdam, scalar")  # the last two: before they were replaced
-COLOURS = dict(zip(SHOWN, ("#666666", "#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#88CCEE",
-                           "#999933"), strict=True))  # fmt: skip
+DRAWN = {"AdamW": ("#D55E00", "s"), "QuotientAdam": ("#0072B2", "o"), "QuotientMuon": ("#009E73", "^")}
 
 
 def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -55,7 +56,7 @@ def cell(values: pd.Series, places: int = 3) -> str:
     if len(values) == 1:
         return f"{values.iloc[0]:.{places}f} (1 seed)"
     mean, around = interval(values)
-    return f"{mean:.{places}f} ± {around:.{places}f}" + (f" ({len(values)} seeds)" if len(values) < len(SEEDS) else "")
+    return f"{mean:.{places}f}{PM}{around:.{places}f}" + (f" ({len(values)} seeds)" if len(values) < len(SEEDS) else "")
 
 
 def apart(own: pd.Series, base: pd.Series) -> pd.Series:
@@ -69,7 +70,7 @@ def paired(own: pd.Series, base: pd.Series) -> str:
     if len(found) < 2:
         return ""
     mean, around = interval(found)
-    return f"{mean:+.3f} ± {around:.3f}" + (f" ({len(found)} seeds)" if len(found) < len(SEEDS) else "")
+    return f"{mean:+.3f}{PM}{around:.3f}" + (f" ({len(found)} seeds)" if len(found) < len(SEEDS) else "")
 
 
 def steps_to(rows: list[dict[str, Any]], level: float) -> float:
@@ -138,7 +139,7 @@ def against(frame: pd.DataFrame) -> Iterator[str]:
             between = apart(*(losses(final, method=m, task=t, rank=k) for m in (a, b)))
             if len(between) > 2:
                 p = float(scipy.stats.ttest_1samp(between, 0).pvalue)
-                found[a, b, t, k] = p, "{:+.3f} ± {:.3f}".format(*interval(between))
+                found[a, b, t, k] = p, f"{{:+.3f}}{PM}{{:.3f}}".format(*interval(between))
     shown, stands = {}, True
     for i, (place, (p, words)) in enumerate(sorted(found.items(), key=lambda item: item[1])):
         stands = stands and p <= 0.05 / (len(found) - i)
@@ -169,27 +170,20 @@ def costs(frame: pd.DataFrame) -> Iterator[str]:
     yield from table(["the optimiser's step alone, ms", *(f"rank {r}" for r in RANKS)], body)
 
 
-def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
-    """Test loss against the rate, and at the rate of rank 4 against the rank."""
-    tasks = [t for t in NAMES if ((frame.task == t) & (frame.part == "final")).any()]
-    with figure(path, (4.6 * len(tasks), 8), 2, len(tasks)) as (_, axes):
-        for column, task in zip(np.asarray(axes).reshape(2, -1).T, tasks, strict=True):
-            own = frame[frame.task == task]
-            for method in (m for m in SHOWN if (own.method == m).any()):
-                wide = 2.4 if method in OURS else 1.2
-                look = {"color": COLOURS[method], "label": method, "linewidth": wide}
-                tune = own[(own.method == method) & (own.part == "tune")].sort_values("lr")
-                column[0].plot(tune.lr, tune.test_loss, marker="o", markersize=4, **look)
-                means = own[(own.method == method) & (own.part == "final")].groupby("rank").test_loss.mean()
-                if len(means):
-                    column[1].plot([str(r) for r in means.index], means, marker="o", markersize=4, **look)
-            final = own[own.part == "final"].groupby(["method", "rank"]).test_loss.mean()
-            low, high = float(own.test_loss.min()), float(final.max())
-            around = (low - 0.02, min(high, low + 0.4) + 0.02)
-            column[0].set(xscale="log", xlabel="learning rate, rank 4", ylabel="test loss", title=NAMES[task],
-                          ylim=around)  # fmt: skip
-            column[1].set(xlabel="rank, at the rate of rank 4", ylabel="test loss", ylim=around)
-        axes[1][0].legend(fontsize="x-small", loc="upper left")
+def draw(frame: pd.DataFrame, path: Path) -> None:
+    """Test loss against the rank at the rate of rank 4, with 95 % t-intervals over seeds."""
+    final = frame[frame.part == "final"]
+    with figure(path, (4 * len(NAMES), 4), 1, len(NAMES)) as (_, ((axes),)):
+        for panel, (task, title) in zip(axes, NAMES.items(), strict=True):
+            for place, (method, (colour, marker)) in enumerate(DRAWN.items()):
+                found = [interval(losses(final, task=task, method=method, rank=rank)) for rank in RANKS]
+                means, ends = zip(*found, strict=True)
+                x = np.arange(len(RANKS)) + 0.06 * (place - 1)
+                panel.errorbar(x, means, ends, marker=marker, color=colour, label=method, capsize=3, linewidth=2)
+            panel.set(xticks=range(len(RANKS)), xlabel="rank, at the rate of rank 4", title=title)
+            panel.set_xticklabels(map(str, RANKS))
+        axes[0].set_ylabel("test loss")
+        axes[0].legend()
 
 
 def main() -> None:
@@ -210,7 +204,7 @@ def main() -> None:
         lines += starts(frame)
     lines += costs(frame)
     options.tables.write_text("\n".join(lines) + "\n")
-    draw(rows, frame, options.figure)
+    draw(frame, options.figure)
 
 
 if __name__ == "__main__":

@@ -307,13 +307,19 @@ def units(rows: Rows, options: argparse.Namespace) -> Iterator[Unit]:
                     yield Unit(where, length, decay, name, *best(rows, where, steps, name, decay), seed)
 
 
-def report(rows: Rows, steps: int, decay: float) -> Iterator[str]:
-    """Tables of the losses at the best rates and of differences, with 95 % t-intervals, and of the tuning."""
-    final: dict[tuple[str, str], dict[int, float]] = {}
+def finals(rows: Rows, steps: int, decay: float) -> dict[tuple[str, str], dict[int, float]]:
+    """Losses at the best rates, by positions and method and then by seed."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
     for r in rows:
         at = (r["lr"], r["other_lr"]) == best(rows, r["positions"], steps, r["method"], decay)
         if at and (r["steps"], r["decay"]) == (steps, decay) and r["seed"] in SEEDS:
-            final.setdefault((r["positions"], r["method"]), {})[r["seed"]] = r["loss"]
+            found.setdefault((r["positions"], r["method"]), {})[r["seed"]] = r["loss"]
+    return found
+
+
+def report(rows: Rows, steps: int, decay: float) -> Iterator[str]:
+    """Tables of the losses at the best rates and of differences, with 95 % t-intervals, and of the tuning."""
+    final = finals(rows, steps, decay)
     yield "| positions | method | rate of attention | of the rest | seeds | loss | against AdamW | against Muon |"
     yield "|---|---|---|---|---|---|---|---|"
     for where, name in ((where, name) for where in POSITIONS for name in ALL if len(final.get((where, name), ())) > 1):

@@ -1,7 +1,9 @@
 """Sphinx configuration. Nothing that a page needs is fetched when it is read."""
 
 import re
+import shutil
 from importlib.metadata import files
+from pathlib import Path
 from typing import Any
 
 import quotient_manifolds
@@ -25,17 +27,28 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "reset_modules": (),
     "abort_on_example_error": True,
+    "write_computation_times": False,
 }
 myst_enable_extensions = ["amsmath", "colon_fence", "dollarmath"]
+myst_heading_anchors = 2
 #: MathJax in one file, fonts included. Used as an extension, the package would copy 24 MB of files.
 mathjax = next(f for f in files("sphinx-mathjax-offline") or () if f.name == "tex-svg.js")
 mathjax_path = mathjax.name
 html_static_path = ["static", str(mathjax.locate())]
 html_css_files = ["pages.css"]
+#: Names of attributes, which napoleon takes for references, and of which several classes have one.
+suppress_warnings = ["ref.python"]
 html_theme = "furo"
 html_title = f"quotient-manifolds {release}"
-exclude_patterns = ["_build"]
-autodoc_typehints = "none"
+#: Tables are parts of pages, not pages, so that a search finds the page.
+exclude_patterns = ["_build", "tables", "templates"]
+templates_path = ["templates"]
+autosummary_imported_members = True
+autosummary_ignore_module_all = False
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 84
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
 napoleon_use_ivar = True
@@ -66,5 +79,6 @@ def one_attribute_a_line(app: Any, what: str, name: str, obj: Any, options: Any,
 
 
 def setup(app: Any) -> None:
-    """Run before napoleon."""
+    """Begin with no page of a name that is gone; run before napoleon."""
+    shutil.rmtree(Path(app.srcdir) / "api" / "generated", ignore_errors=True)
     app.connect("autodoc-process-docstring", one_attribute_a_line, priority=400)

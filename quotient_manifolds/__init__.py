@@ -4,15 +4,8 @@
 finds the points in a network.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-with warnings.catch_warnings():
-    # geoopt compiles its linear algebra with torch.jit when it is imported, which newer versions of torch deprecate.
-    warnings.filterwarnings("ignore", "`torch.jit.script", category=FutureWarning)
-    warnings.filterwarnings("ignore", "`torch.jit.script", category=DeprecationWarning)
-    import geoopt  # noqa: F401
 
 if TYPE_CHECKING:
     from .base import QuotientManifold, TangentSpace
@@ -48,5 +41,5 @@ def __getattr__(name: str) -> Any:
     ):
         module = import_module(file, __name__)
         if hasattr(module, name):
-            return getattr(module, name)
+            return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

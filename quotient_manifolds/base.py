@@ -9,13 +9,12 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-import geoopt
 import torch
-from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
+from ._geoopt import ScalingInfo, geoopt
 from .linalg import as_count, check_dtype, check_finite, check_tensors, finite, holds, own_precision, pack, root
 
 C = TypeVar("C", bound=type)

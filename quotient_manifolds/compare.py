@@ -1,19 +1,21 @@
-"""Compare models modulo the symmetry of their pairs: distances, head by head."""
+"""Compare models modulo the symmetry of their pairs, or modulo all their symmetries: distances, head by head."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
+from .symmetries.blocks import masks
 from .symmetries.discovery import find_symmetric_pairs
 from .symmetries.pairs import SymmetricPair
 from .symmetries.stacks import stacks
+from .symmetries.whole import Wiring, align_models, canonical_form
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class PairDistance:
     Attributes
     ----------
     name, module, kind : str
-        Those of the pair in the first model.
+        Those of the pair in the first model; ``"vectors"`` for a parameter outside the pairs.
     head, other_head : int or None
         Number of the head in the first model, and of the head in the second that it is compared with.
     distance : float
@@ -89,8 +91,8 @@ class ModelDistance:
 
 
 @torch.no_grad()
-def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", match: str = "none") -> ModelDistance:
-    r"""Compute the distance of two models of one architecture, pair by pair, modulo the GL(h) of every pair.
+def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", modulo: str = "heads") -> ModelDistance:
+    r"""Compute the distance of two models of one architecture, pair by pair, modulo symmetries.
 
     Whether weights are frozen does not matter. Layers with LoRA are compared by their active adapters, (s B, Aᵀ) with
     PEFT's scale s, and not by the frozen weights beneath.
@@ -100,10 +102,10 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mat
     one, other : nn.Module
         Models with the same pairs; parameters outside the pairs are not compared, see ``skipped``.
     metric : {"inv", "mix"}
-    match : {"none", "heads"}
-        Which heads are compared: those of the same number or, for models trained independently, those of the assignment
-        within every module that minimises the sum of :math:`\|X_i - Y_j\|^2 / (\|X_i\| \|Y_j\|)`, where X and Y are the
-        products G Hᴴ of the heads; pairs of one head stay together, and so do queries that share their keys.
+    modulo : {"heads", "all"}
+        The GL(h) of every pair, of heads of the same number; or all symmetries, for models of known architectures:
+        :func:`~quotient_manifolds.symmetries.whole.align_models` goes first, gated and rectified neurons are pairs too,
+        and of every other parameter the vectors v count, by the length of the shortest path in the metric ‖dv‖²/‖v‖².
 
     Returns
     -------
@@ -113,7 +115,8 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mat
     Raises
     ------
     ValueError
-        There are no pairs, the models' pairs differ in name or shape, or ``metric`` or ``match`` has another value.
+        There are no pairs, the models' pairs differ in name or shape, or ``metric`` or ``modulo`` has another value;
+        or the models cannot be aligned.
 
     Examples
     --------
@@ -127,11 +130,19 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mat
     >>> model_distance(one, other).total < 1e-4
     True
     """
-    if metric not in ("inv", "mix") or match not in ("none", "heads"):
-        raise ValueError(f'metric must be "inv" or "mix", match "none" or "heads", got {metric!r} and {match!r}')
-    first, second, skipped = _comparable(one, other)
-    if match == "heads":
-        second = _matched(first, second)
+    if metric not in ("inv", "mix") or modulo not in ("heads", "all"):
+        raise ValueError(f'metric must be "inv" or "mix", modulo "heads" or "all", got {metric!r} and {modulo!r}')
+    if modulo == "all":
+        return _aligned_distance(one, other, metric)
+    both = (find_symmetric_pairs(model, include_frozen=True) for model in (one, other))
+    first, second, skipped = _comparable(*both)
+    return _distance(first, second, skipped, metric)
+
+
+def _distance(
+    first: list[SymmetricPair], second: list[SymmetricPair], skipped: dict[str, str], metric: str
+) -> ModelDistance:
+    """Compute the distances of pairs in the order in which they stand."""
     partner, found = dict(zip(map(id, first), second, strict=True)), dict[int, PairDistance]()
     for stack in stacks(first):
         x, y = (_scaled_points(side) for side in (stack.pairs, [partner[id(p)] for p in stack.pairs]))
@@ -147,9 +158,10 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mat
     return ModelDistance(metric, distances, skipped | {d.name: lost for d in distances if math.isnan(d.distance)})
 
 
-def _comparable(one: nn.Module, other: nn.Module) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
+def _comparable(
+    *both: Sequence[SymmetricPair],
+) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
     """Return the pairs of two models that have a group, and the names of the others with the reason."""
-    both = [find_symmetric_pairs(model, include_frozen=True) for model in (one, other)]
     skipped = {p.name: p.reason for side in both for p in side if p.group is None}
     first, second = ([p for p in side if p.group is not None] for side in both)
     if not first and not second:
@@ -180,30 +192,39 @@ def _full_rank(x: Tensor, n: int) -> Tensor:
     return finite & (column_rank_ratio(G) > rank_tolerance(G)) & (column_rank_ratio(H) > rank_tolerance(H))
 
 
-def _matched(first: list[SymmetricPair], second: list[SymmetricPair]) -> list[SymmetricPair]:
-    """Sort the pairs of the second model: in every module its heads are assigned to those of the first."""
-    from scipy.optimize import linear_sum_assignment  # slow to import
+def _aligned_distance(one: nn.Module, other: nn.Module, metric: str) -> ModelDistance:
+    """Align two models, and compute the distances of their pairs and of the vectors outside."""
+    aligned, found = align_models(one, other)
+    forms = [canonical_form(model.requires_grad_()) for model in (found.reference, aligned)]
+    first, second, skipped = _comparable(*(form.pairs for form in forms))
+    result, pairs = _distance(first, second, skipped, metric), []
+    for d in result.pairs:
+        if d.module in found.element.cells and d.head is not None:
+            heads = sorted({p.head for p in first if p.module == d.module and p.head is not None})
+            order = found.element.cells[d.module].order
+            d = replace(d, other_head=heads[int(order[heads.index(d.head)])])
+        pairs.append(d)
+    covered = masks(b for p in first for b in p.G + p.H)
+    rows = {b.tensor: b for b in (forms[0].wiring or Wiring()).vectors}
+    theirs = dict(aligned.named_parameters())
+    for name, p in found.reference.named_parameters():
+        none = torch.zeros_like(p, dtype=torch.bool)
+        inside = covered.get(p, none) | forms[0].constant.get(p, none)
+        if not bool(inside.all()):
+            parts = (in_double(t.detach().masked_fill(inside, 0)).contiguous() for t in (p, theirs[name]))
+            a, b = (rows[p].of(t) if p in rows else t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in parts)
+            pairs.append(PairDistance(name, name.rpartition(".")[0], "vectors", None, None, _path(a, b)))
+    lost = {
+        d.name: "a vector is 0 in one of the models" for d in pairs if d.kind == "vectors" and math.isnan(d.distance)
+    }
+    return replace(result, pairs=tuple(pairs), skipped=result.skipped | lost)
 
-    matched, by_head = list(second), dict[str, dict[int | None, list[int]]]()
-    for i, p in enumerate(first):
-        by_head.setdefault(p.module, {}).setdefault(p.head, []).append(i)
-    for heads in ([*found.values()] for found in by_head.values()):
-        if len({tuple((first[i].kind, first[i].part, first[i].n, first[i].m) for i in head) for head in heads}) > 1:
-            continue
-        cost = torch.zeros(len(heads), len(heads), dtype=torch.float64, device="cpu")
-        for alike in zip(*heads, strict=True):
-            X, Y = (in_double(_scaled_points([side[i] for i in alike])) for side in (first, second))
-            a, b, inner = (_products(*both, first[alike[0]].n) for both in ((X, X), (Y, Y), (X, Y)))
-            a, b = a.diagonal()[:, None], b.diagonal()
-            cost += (a + b - 2 * inner) / (a * b).sqrt().clamp_min(1e-300)
-        for i, j in zip(*linear_sum_assignment(cost.numpy()), strict=True):
-            for at, other in zip(heads[i], heads[j], strict=True):
-                matched[at] = second[other]
-    return matched
 
-
-def _products(X: Tensor, Y: Tensor, n: int) -> Tensor:
-    """Return Re⟨G_i H_iᴴ, G_j H_jᴴ⟩ for stacks of points, summed over the columns for a diagonal group."""
-    parts = ((X[..., :n, :], Y[..., :n, :]), (X[..., n:, :], Y[..., n:, :]))
-    G, H = (torch.einsum("i...ra,j...rb->ij...ab", A.conj(), B) for A, B in parts)
-    return (G * H.conj()).real.flatten(2).sum(-1).cpu()
+def _path(a: Tensor, b: Tensor) -> float:
+    """Return the distance of vectors, the rows, in ‖dv‖²/‖v‖²: logarithms of lengths and angles; NaN for a lone 0."""
+    lengths = [torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (a, b)]
+    u, v = (side / length for side, length in zip((a, b), lengths, strict=True))
+    angle = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
+    square = (lengths[1] / lengths[0]).log().squeeze(-1).square() + angle.square()
+    gone = (lengths[0] == 0) & (lengths[1] == 0)
+    return float(square.masked_fill(gone.squeeze(-1), 0).sum().sqrt())

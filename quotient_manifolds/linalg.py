@@ -141,14 +141,10 @@ def has_double(device: str) -> bool:
         return False
 
 
-def double_device(device: torch.device) -> torch.device:
-    """Return where numbers of a device are computed in double precision: there, or on the CPU."""
-    return device if has_double(device.type) else torch.device("cpu")
-
-
 def in_double(X: Tensor) -> Tensor:
     """Widen to double precision, on the CPU if the device has none; real stays real and complex stays complex."""
-    return X.to(double_device(X.device)).to(torch.complex128 if X.is_complex() else torch.float64)
+    X = X if has_double(X.device.type) else X.cpu()
+    return X.to(torch.complex128 if X.is_complex() else torch.float64)
 
 
 def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import means
+from ._geoopt import ScalingInfo
 from .base import QuotientManifold, check_vector, in_own_precision
 from .gauge import gauge_in_units
 from .linalg import (

@@ -1,27 +1,24 @@
-"""Which measure ranks models by generalisation: measures at comparable radii, beside baselines that need no search.
+"""Which measure ranks models by generalisation: measures at all their radii, beside baselines that need no search.
 
 A measure's correlation depends on its radius, and sharpness follows the training loss. So each measure is examined at
-all its radii and at the radii where measures have *equal effect* (equal median increase of the loss), controlling for
-training loss and error, with intervals corrected for multiple comparisons, and beside baselines.
+all its radii, controlling for training loss and error, with intervals corrected for multiple comparisons.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import scipy.optimize
 
-from sharpness.measures import MEASURES
 from sharpness.study import targets
 from sharpness.study.rows import Row, label
 
-from .statistics import Correlation, kendall, kendall_difference, kendall_family
+from .statistics import Correlation, kendall, kendall_family
 
 __all__ = ["BASELINES", "CONTROLS", "Ranking", "compare", "curves"]
 
@@ -43,11 +40,8 @@ class Ranking:
     ----------
     quantity : str
         A measure, with its changed fields if any, or a baseline.
-    choice : str
-        ``"ρ"`` (a radius of the sweep), ``"paper"`` (the measure's default radius), ``"best"`` (the radius of largest
-        abs(τ), which flatters it), ``"matched_increase"``, or ``"–"`` for quantities without a radius.
     rho : float or None
-        Radius.
+        Radius; None for a quantity that has none.
     loss_increase : float or None
         Median of the sharpness over models.
     tau : Correlation
@@ -58,8 +52,6 @@ class Ranking:
     corrected : Correlation or None
         The same with an interval that is simultaneous over the family, which is all measures at all radii, or all
         quantities without a radius, for the models that have them all.
-    difference : Correlation or None
-        At a matched increase: τ minus that of the adaptive measure, with a paired bootstrap interval.
     models : tuple of str
         The models with both the quantity and the target.
     values : tuple of float
@@ -77,13 +69,11 @@ class Ranking:
     """
 
     quantity: str
-    choice: str
     rho: float | None
     loss_increase: float | None
     tau: Correlation
     partial: Correlation | None
     corrected: Correlation | None
-    difference: Correlation | None
     models: tuple[str, ...]
     values: tuple[float, ...]
 
@@ -102,11 +92,6 @@ class Curves:
     models: tuple[str, ...]
     values: _Array
 
-    def among(self, models: Collection[str]) -> Curves:
-        """Take the curves of some models."""
-        keep = [i for i, m in enumerate(self.models) if m in models]
-        return replace(self, models=tuple(self.models[i] for i in keep), values=self.values[keep])
-
     @property
     def name(self) -> str:
         """Measure and switches."""
@@ -117,23 +102,6 @@ class Curves:
         """Median over models at every radius."""
         found: _Array = np.median(self.values, axis=0)
         return found
-
-    def at_loss_increase(self, increase: float) -> tuple[float, _Array]:
-        """Find the radius of a given median, and every model's sharpness there, linear in log–log."""
-        x, y = np.log(self.rho), np.log(np.maximum(self.values, np.finfo(float).tiny))
-
-        def values(place: float) -> _Array:
-            found: _Array = np.exp([np.interp(place, x, row) for row in y])
-            return found
-
-        def excess(place: float) -> float:
-            return float(np.log(np.median(values(place)) / increase))
-
-        if excess(x[0]) >= 0 or excess(x[-1]) <= 0:  # an end of the range, up to rounding
-            place = float(x[0] if excess(x[0]) >= 0 else x[-1])
-        else:
-            place = float(scipy.optimize.brentq(excess, x[0], x[-1]))
-        return float(np.exp(place)), values(place)
 
 
 def curves(rows: Sequence[Row]) -> list[Curves]:
@@ -158,15 +126,6 @@ def curves(rows: Sequence[Row]) -> list[Curves]:
     return found
 
 
-def common_increases(found: Sequence[Curves], count: int = 3) -> list[float]:
-    """Choose median increases of the loss that all measures reach, in increasing order; the list may be empty."""
-    found = [c for c in found if len(c.rho) > 1]
-    if len(found) < 2:
-        return []
-    low, high = max(c.medians.min() for c in found), min(c.medians.max() for c in found)
-    return [] if not 0 < low < high else [float(v) for v in np.geomspace(low, high, count)]
-
-
 @dataclass(frozen=True)
 class _Judge:
     """Correlations of quantities with the target, given the controls."""
@@ -177,27 +136,19 @@ class _Judge:
     options: Mapping[str, Any]
 
     def rank(
-        self,
-        quantity: str,
-        choice: str,
-        values: Mapping[str, float],
-        rho: float | None = None,
-        loss_increase: float | None = None,
-        reference: Mapping[str, float] | None = None,
+        self, quantity: str, values: Mapping[str, float], rho: float | None = None, loss_increase: float | None = None
     ) -> list[Ranking]:
         """Return one ranking in a list, which is empty for fewer than three models."""
         models = [m for m in self.goal if m in values and np.isfinite(values[m])]
         if len(models) < 3:
             return []
         x, y = [values[m] for m in models], [self.goal[m] for m in models]
-        partial = difference = None
+        partial = None
         first = next(iter(self.controls.values()), {})
         if quantity not in self.controls and all(m in first for m in models):
             partial = kendall(x, y, given=self.given(models), quadratic=self.quadratic, **self.options)
-        if reference is not None and all(m in reference for m in models):
-            difference = kendall_difference(x, [reference[m] for m in models], y, **self.options)
         tau = kendall(x, y, **self.options)
-        return [Ranking(quantity, choice, rho, loss_increase, tau, partial, None, difference, tuple(models), tuple(x))]
+        return [Ranking(quantity, rho, loss_increase, tau, partial, None, tuple(models), tuple(x))]
 
     def given(self, models: Sequence[str]) -> list[list[float]]:
         """Return the controls that are known for all these models."""
@@ -235,24 +186,8 @@ class _Judge:
         return [
             ranking
             for rho, values, median in places
-            for ranking in self.rank(c.name, "ρ", dict(zip(c.models, values, strict=True)), float(rho), float(median))
+            for ranking in self.rank(c.name, dict(zip(c.models, values, strict=True)), float(rho), float(median))
         ]
-
-    def at_matched_increases(self, several: Sequence[Curves]) -> Iterator[Ranking]:
-        """Rank measures at equal medians; the adaptive one, which is the reference, comes first."""
-        several = [c for c in several if len(c.rho) > 1]
-        shared = set(self.goal).intersection(*(c.models for c in several))
-        several = [c.among(shared) for c in sorted(several, key=lambda c: c.measure != "adaptive")] if shared else []
-        for increase in common_increases(several):
-            reference: dict[str, float] | None = None
-            for c in several:
-                rho, values = c.at_loss_increase(increase)
-                if abs(np.median(values) / increase - 1) > 0.01:  # medians that do not grow with the radius
-                    continue
-                by_model = dict(zip(c.models, values, strict=True))
-                yield from self.rank(c.name, "matched_increase", by_model, rho, increase, reference)
-                if c.measure == "adaptive":
-                    reference = by_model
 
 
 def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -267,15 +202,6 @@ def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]
             if row.get("trace") is not None:
                 local.setdefault(f"{name}, trace", {})[row["checkpoint"]] = row["trace"]
     yield from local.items()
-
-
-def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
-    """Return the rankings at the measure's default radius and at its best."""
-    default = MEASURES[c.measure].rho if c.measure in MEASURES else None
-    known = [r for r in at_radii if np.isfinite(r.tau.value)]
-    best = max(known, key=lambda r: abs(r.tau.value), default=None)
-    paper = [replace(r, choice="paper") for r in at_radii if r.rho == default]
-    return paper if best is None else [*paper, replace(best, choice="best")]
 
 
 def compare(
@@ -304,20 +230,13 @@ def compare(
     Returns
     -------
     list of Ranking
-        Baselines; measures without a radius; measures at their radii, at the paper's radius and at their best one; all
-        of them at matched increases of the loss; ablations at their radii.
+        Baselines; measures without a radius; measures at their radii; ablations at theirs.
 
     Raises
     ------
     ValueError
         Fewer than three models have a target, the target or a control is unknown, or models lack a control other than
         training loss and error.
-
-    Notes
-    -----
-    For a matched increase, radii are interpolated so that the median sharpness over models is the same for all
-    measures, at three values that all of them reach; only models with every measure at every radius are used there. The
-    paper compares measures at one radius each.
 
     Examples
     --------
@@ -326,11 +245,9 @@ def compare(
     >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
     >>> rows += [{**of, "checkpoint": m, "rho": r, "sharpness": g * r**2} for m, g in gap.items() for r in (0.5, 1.0)]
     >>> for found in compare(rows)[1:]:  # the first is the training error
-    ...     print(found.quantity, found.choice, found.rho, found.tau.value)
-    adaptive ρ 0.5 1.0
-    adaptive ρ 1.0 1.0
-    adaptive paper 0.5 1.0
-    adaptive best 0.5 1.0
+    ...     print(found.quantity, found.rho, found.tau.value)
+    adaptive 0.5 1.0
+    adaptive 1.0 1.0
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level}")
@@ -348,12 +265,8 @@ def compare(
             raise ValueError(f"{len(lacking)} models have no {name} to control for ({lacking[0]}, …)")
     controls = {name: baselines[name] for name in given if baselines[name]}
     judge = _Judge(goal, controls, quadratic, {"resamples": resamples, "seed": seed})
-    found = judge.corrected([r for name, values in baselines.items() for r in judge.rank(name, "–", values)], level)
+    found = judge.corrected([r for name, values in baselines.items() for r in judge.rank(name, values)], level)
     everything = curves(rows)
     own = [c for c in everything if not c.ablation]
-    at_all_radii = judge.corrected([r for c in own for r in judge.at_radii(c)], level)
-    for c in own:
-        at_radii = [r for r in at_all_radii if r.quantity == c.name]
-        found += [*at_radii, *_chosen(c, at_radii)]
-    found += judge.at_matched_increases(own)
+    found += judge.corrected([r for c in own for r in judge.at_radii(c)], level)
     return found + [r for c in everything if c.ablation for r in judge.at_radii(c)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import pandas as pd
 
 from sharpness.study import targets
 from sharpness.study.rows import Row
@@ -30,7 +33,7 @@ def answer(tau: Correlation) -> str:
     return "confirmed" if tau.low > 0 else "refuted" if tau.high < _SLIGHT else "unresolved"
 
 
-def hypothesis(rows: Sequence[Row], seen: Collection[str] = ()) -> str:
+def hypothesis(rows: Sequence[Row], seen: Collection[str] = ()) -> pd.DataFrame:
     """Test whether models that are sharper by complete-inv have the larger test loss, given loss, error and distance.
 
     Parameters
@@ -42,9 +45,9 @@ def hypothesis(rows: Sequence[Row], seen: Collection[str] = ()) -> str:
 
     Returns
     -------
-    str
-        A table in markdown, whose first line decides: partial τ with its 95 % interval of 10,000 resamples, and the
-        answer. The others, without the models seen and with squared controls, decide nothing.
+    pandas.DataFrame
+        The first row decides: partial τ with its 95 % interval of 10,000 resamples, and the answer. The others,
+        without the models seen and with squared controls, decide nothing.
 
     Raises
     ------
@@ -60,15 +63,16 @@ def hypothesis(rows: Sequence[Row], seen: Collection[str] = ()) -> str:
         if r["kind"] == "baselines":
             known.setdefault(r["checkpoint"], {})["distance"] = r["distance"]
     every = [m for m in goal if m in values]
-    lines = ["| models | controls | partial τ with the test loss | answer |", "|---" * 4 + "|"]
+    lines: list[dict[str, Any]] = []
     for models in (every, [m for m in every if m not in seen]):
         for quadratic in (False, True):
             columns = ([of[m] for m in models] for of in (values, goal))
             given = [[known[m][control] for m in models] for control in GIVEN]
             tau = kendall(*columns, given=given, quadratic=quadratic, resamples=10_000)
-            said = answer(tau) if len(lines) == 2 else "–"
+            said = "–" if lines else answer(tau)
             form = "with squares" if quadratic else "training loss, training error, distance"
-            lines.append(f"| {len(models)} | {form} | {tau.value:+.2f} [{tau.low:+.3f}, {tau.high:+.3f}] | {said} |")
+            of = {"models": len(models), "controls": form}
+            lines.append({**of, "τ": tau.value, "low": tau.low, "high": tau.high, "answer": said})
         if not seen:
             break
-    return "\n".join(lines) + "\n"
+    return pd.DataFrame(lines)

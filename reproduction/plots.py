@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import ListedColormap, Normalize
+import pandas as pd
 
 from quotient_manifolds.symmetries import ModelDistance
 from sharpness.plots import COLOURS, MARKERS, figure
-from sharpness.study import TARGETS, measurements, tables, targets
-from sharpness.study.rows import Row
+from sharpness.study import TARGETS
 
-from .comparison import Ranking, compare
+from .comparison import CONTROLS
+from .tables import controls_in_words
 
-__all__ = ["plot_ablations", "plot_diagonal", "plot_distances", "plot_orbit", "plot_radii", "plot_toy"]
+__all__ = ["plain_ticks", "plot_diagonal", "plot_distances", "plot_orbit", "plot_partial", "plot_toy"]
+
+#: The collections in words.
+WORDS = {"vit": "fine-tuned ViTs", "minilm": "fine-tuned MiniLMs", "scratch": "ViTs from scratch"}
 
 
 def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
@@ -180,152 +179,28 @@ def plot_orbit(path: str | os.PathLike[str] | None = None, *, rho: float = 0.25)
     circle = rho * np.stack([np.cos(angle), np.sin(angle)])
     points = {"A": (1.0, 1.0), "B": (3.0, 1 / 3)}
     low, high = np.exp(-(2**0.5) * rho), np.exp(2**0.5 * rho)
-    with figure(path, (11.5, 5.2), 1, 2, gridspec_kw={"width_ratios": [1.15, 1]}) as (drawn, ((plane, line),)):
+    with figure(path, (8.4, 5.6)) as (drawn, ((plane,),)):
         levels = [0, 0.02, 0.1, 0.3, 0.7, 1.4, 2.5, 4, 8]
-        plane.contourf(first, second, (first * second - 1) ** 2, levels=levels, cmap="Greys", extend="max", alpha=0.55)
-        plane.fill_between(axis, low / axis, high / axis, color=COLOURS["geodesic-inv"], alpha=0.3, linewidth=0)
+        loss = plane.contourf(
+            first, second, (first * second - 1) ** 2, levels=levels, cmap="Greys", extend="max", alpha=0.55
+        )
+        drawn.colorbar(loss, ax=plane, label="loss", shrink=0.7, ticks=levels[1:])
+        band = plane.fill_between(axis, low / axis, high / axis, color=COLOURS["geodesic-inv"], alpha=0.3, linewidth=0)
         plane.plot(axis, 1 / axis, color=COLOURS["geodesic-inv"], linewidth=2.2)
-        offsets = {"A": (30, 44), "B": (-66, 66)}
+        worst = {}
         for name, (a, b) in points.items():
             ball = np.array([[a], [b]]) + circle
-            worst = float(((ball[0] * ball[1] - 1) ** 2).max())
-            plane.plot(*ball, color=COLOURS["euclidean"], linewidth=2.2)
+            worst[name] = float(((ball[0] * ball[1] - 1) ** 2).max())
+            (ring,) = plane.plot(*ball, color=COLOURS["euclidean"], linewidth=2.2)
             plane.plot(a, b, "o", color="black", markersize=7)
-            plane.annotate(
-                f"{name}: worst loss in\nthe circle {worst:.2f}", (a, b), xytext=offsets[name],
-                textcoords="offset points", bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "0.7"},
-                fontsize="small",
-            )  # fmt: skip
-        plane.set(xlim=(0, 3.6), ylim=(0, 2.6), xlabel="θ₁", ylabel="θ₂", title="A and B are the same network")
-        t = np.linspace(-0.75, 0.55, 200)
-        line.axvspan(-rho, rho, color=COLOURS["geodesic-inv"], alpha=0.3, linewidth=0)
-        line.plot(t, (np.exp(2**0.5 * t) - 1) ** 2, color="black")
-        edge = float((high - 1) ** 2)
-        line.plot(rho, edge, "s", color=COLOURS["geodesic-inv"], markersize=9)
-        line.annotate(
-            f"worst loss in the\ngeodesic ball {edge:.2f},\nfor A and for B", (rho, edge), xytext=(-168, 60),
-            textcoords="offset points", arrowprops={"arrowstyle": "-", "color": "0.4"}, fontsize="small",
-        )  # fmt: skip
-        line.plot(0, 0, "o", color="black", markersize=7)
-        line.set(xlabel="distance in the quotient", ylabel="loss", title="The space of networks: one point")
-    return drawn
-
-
-def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float]) -> None:
-    """Draw the target against a quantity, with τ."""
-    measure = row.quantity.split(",")[0]
-    colour, marker = COLOURS.get(measure, "0.4"), MARKERS.get(measure, "o")
-    axes.plot(row.values, [goal[m] for m in row.models], marker, color=colour, markersize=5)
-    said = f"τ = {row.tau.value:+.2f} [{row.tau.low:+.2f}, {row.tau.high:+.2f}]"
-    axes.set_title(f"{fill(f'{row.quantity}, ρ = {row.rho:g}', 34)}\n{said}", fontsize="small")
-    axes.locator_params(nbins=4)
-
-
-def plot_radii(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -> Any:
-    """Draw every model's sharpness against the radius, coloured by the target; and τ against the median increase.
-
-    Parameters
-    ----------
-    rows, target, path
-        As for :func:`sharpness.study.plot_sweep`.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
-    found, goal = tables.compare(rows, target), targets(rows, target)
-    frame = measurements([row for row in rows if row["kind"] == "sharpness" and not row["ablation"]])
-    frame = frame[frame["checkpoint"].isin(goal) & (frame["rho"] > 0)]
-    parts = [(quantity, part) for quantity, part in frame.groupby("quantity") if part["rho"].nunique() > 1]
-    few = len(goal) < tables.FEWEST_MODELS
-    panels = len(parts) + (not few or not parts)
-    with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
-        dark = ListedColormap(colormaps["viridis"](np.linspace(0, 0.75, 256)))  # without its yellow end
-        colours, last = ScalarMappable(Normalize(min(goal.values()), max(goal.values())), dark), grid[0, -1]
-        for axes, (quantity, part) in zip(grid[0], parts, strict=False):
-            for model, line in part.sort_values("rho").groupby("checkpoint"):
-                colour = colours.to_rgba(np.asarray(goal[model]))
-                axes.loglog(line["rho"], line["value"].clip(1e-12), color=colour, linewidth=1.2)
-            axes.set(xlabel="radius ρ", title=quantity)
-            plain_ticks(axes, sorted(part["rho"].unique()))
-        if parts:
-            grid[0, 0].set_ylabel("sharpness")
-            drawn.colorbar(colours, ax=grid[0, len(parts) - 1], label=TARGETS[target])
-        if few:  # no meaningful correlation
-            return drawn
-        for quantity, _ in parts:
-            taus = found[(found["quantity"] == quantity) & (found["median"] > 0)].sort_values("median")
-            own = {"color": COLOURS.get(quantity), "label": quantity}
-            (line,) = last.semilogx(taus["median"], taus["tau"], marker=MARKERS.get(quantity), **own)
-            last.fill_between(taus["median"], taus["low"], taus["high"], color=line.get_color(), alpha=0.12)
-        for tau in found.loc[found["quantity"] == "train_loss", "tau"]:
-            last.axhline(tau, color="0.5", linestyle="--", label="training loss")
-        plain_ticks(last)
-        last.set(xlabel="median loss increase", ylabel="Kendall τ", title="τ along the radius")
-        last.legend()
-    return drawn
-
-
-def plot_ablations(
-    rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
-) -> list[Path]:
-    """Draw the effect of ablations: ``ablations`` and ``relaxation``, each variant beside the measure itself.
-
-    Parameters
-    ----------
-    rows, target
-        As for :func:`sharpness.study.plot_sweep`.
-    folder : str or path
-        Folder for the figures.
-    prefix, suffix : str
-        Prefix and suffix of their names; the suffix is png, pdf or svg.
-
-    Returns
-    -------
-    list of Path
-        Paths of the figures; empty for a sweep without ablations.
-
-    Raises
-    ------
-    ValueError
-        Fewer than three models have the target.
-
-    Notes
-    -----
-    Paper, App. G, and Figure 9 for the relaxation.
-
-    Examples
-    --------
-    Straight lines in place of geodesics:
-
-    >>> import tempfile
-    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": 0.1 * m} for m in (1, 2, 3)]
-    >>> of = {"kind": "sharpness", "measure": "geodesic-inv", "rho": 0.1}
-    >>> for switch in ({}, {"geodesic": "first-order"}):
-    ...     rows += [{**of, "ablation": switch, "checkpoint": m, "sharpness": 0.1 * m} for m in (1, 2, 3)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in plot_ablations(rows, "gap", folder)]
-    ['ablations.png']
-    """
-    found, goal = [r for r in compare(rows, target) if r.choice == "ρ"], targets(rows, target)
-    changed = [r for r in found if "," in r.quantity]
-    relaxed = [r for r in changed if "relaxation" in r.quantity]
-    drawn = []
-    for name, members in (("ablations", [r for r in changed if r not in relaxed]), ("relaxation", relaxed)):
-        if not members:
-            continue
-        bases = {(r.quantity.split(",")[0], r.rho) for r in members}
-        shown = sorted([*(r for r in found if (r.quantity, r.rho) in bases), *members], key=lambda r: r.quantity)
-        width = min(4, len(shown))
-        height = -(-len(shown) // width)
-        drawn.append(Path(folder) / f"{prefix}{name}.{suffix}")
-        with figure(drawn[-1], (3.6 * width, 3.1 * height), height, width, sharey=True) as (_, grid):
-            for axes, row in zip(grid.ravel(), shown, strict=False):
-                _scatter(axes, row, goal)
-            for axes in grid.ravel()[len(shown) :]:
-                axes.set_visible(False)
-            for axes in grid[:, 0]:
-                axes.set_ylabel(TARGETS[target], fontsize="small")
+            plane.annotate(name, (a, b), (-11, 5), textcoords="offset points", weight="bold", ha="right")
+        labels = [
+            f"Euclidean balls: worst loss {worst['A']:.2f} at A, {worst['B']:.2f} at B",
+            f"geodesic balls, equal: worst loss {(high - 1) ** 2:.2f}",
+        ]
+        plane.legend([ring, band], labels, loc="upper right", frameon=True)
+        plane.set(xlim=(0, 3.6), ylim=(0, 2.4), xlabel="θ₁", ylabel="θ₂", title="A and B are the same network")
+        plane.set_aspect("equal")
     return drawn
 
 
@@ -361,3 +236,58 @@ def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = N
             axes.set(xlabel="head", title=f"{kind}: distance ({found.metric})")
             drawn.colorbar(image, ax=axes)
     return drawn
+
+
+def plot_partial(
+    tables: Mapping[str, pd.DataFrame],
+    path: str | os.PathLike[str],
+    given: Sequence[str] = CONTROLS,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Draw partial τ with its corrected interval for every measure, with a column per zoo and a row per target.
+
+    What is correlated has the colour of its sign; what is negligible or unresolved is grey.
+
+    Parameters
+    ----------
+    tables : mapping of str to pandas.DataFrame
+        By target: :func:`reproduction.study.table`.
+    path : str or path
+        File for the figure.
+    given : sequence of str
+        What was controlled for.
+    names : sequence of str, optional
+        The quantities that are shown; by default all.
+    """
+    known = {target: found.dropna(subset="τ") for target, found in tables.items()}
+    every = pd.concat(known.values())
+    zoos = list(every["collection"].unique())
+    names = names or list(every["quantity"].unique())
+    size = (3.6 * len(zoos) + 1.8, len(known) * (0.34 * len(names) + 0.9) + 0.5)
+    with figure(path, size, len(known), len(zoos), sharex=True, sharey=True) as (drawn, grid):
+        for (target, found), row in zip(known.items(), grid, strict=True):
+            for zoo, axes in zip(zoos, row, strict=True):
+                own = found[found["collection"] == zoo]
+                axes.axvline(0, color="0.6", linewidth=1)
+                for place, name in enumerate(names):
+                    _intervals(axes, own[own["quantity"] == name], place)
+                axes.set(yticks=range(len(names)), xlim=(-0.8, 0.8), ylim=(len(names) - 0.5, -0.5))
+                axes.set_yticklabels([name.replace("_", " ") for name in names])
+                if target == next(iter(known)):
+                    axes.set_title(f"{own['models'].max():.0f} {WORDS.get(zoo, zoo)}")
+            row[0].set_ylabel(TARGETS[target] if len(known) > 1 else "")
+        drawn.supxlabel(
+            f"Kendall τ with the {' or the '.join(known).replace('-', ' ')}, given {controls_in_words(given)}\n"
+            "blue: correlated, −; red: correlated, +; grey: negligible or unresolved",
+            fontsize="medium",
+        )
+
+
+def _intervals(axes: Any, found: pd.DataFrame, place: int) -> None:
+    """Draw the intervals of a quantity, one below the other."""
+    for k, (_, r) in enumerate(found.iterrows()):
+        y = place + 0.2 * (k - (len(found) - 1) / 2)
+        sign = r["verdict"].removeprefix("correlated, ")
+        colour = {"−": COLOURS["geodesic-inv"], "+": COLOURS["euclidean"]}.get(sign, "0.6")
+        axes.plot([r["low"], r["high"]], [y, y], color=colour, linewidth=2)
+        axes.plot(r["τ"], y, "o" if r["τ"] < 0 else "s", color=colour, markersize=5)

@@ -1,4 +1,4 @@
-"""The study of generalisation: rows of the zoos, partial correlations given the training loss, and figures."""
+"""The study of generalisation: rows of the zoos, partial correlations given the training loss."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ import importlib
 import importlib.util
 import json
 import logging
-import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from msgspec import structs
 
 from sharpness.measures import get_measure
 from sharpness.models import load, load_state_dict
-from sharpness.plots import COLOURS, MARKERS, figure
 from sharpness.results import LEAVES
-from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_rows, run_sweep, targets
+from sharpness.study import Checkpoint, Sweep, read_config, read_rows, run_sweep, targets
 from sharpness.study.rows import Row
 
 from .baselines import distance, geodesic_distance
 from .comparison import CONTROLS, Ranking, compare, curves
-from .plots import plain_ticks
 from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
 from .statistics import Correlation, kendall, kendall_difference
-from .tables import controls_in_words, verdicts
+from .tables import verdicts
 
 __all__ = [
-    "account", "agreement", "beside_distance", "differences", "judged", "plain_table", "plot_partial", "plot_radius",
-    "rows_of", "table",
+    "account", "agreement", "beside_distance", "differences", "judged", "plain_table", "rows_of", "table",
 ]  # fmt: skip
 
 #: The targets that a zoo's measures are compared with.
@@ -207,7 +204,7 @@ def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, dict[str, float]]:
     return found
 
 
-def differences(zoos: Mapping[str, Sequence[Row]], target: str, reference: str = "adaptive") -> str:
+def differences(zoos: Mapping[str, Sequence[Row]], target: str, reference: str = "adaptive") -> pd.DataFrame:
     """Tabulate the geodesic and complete measures minus a reference measure at the same level, by partial τ.
 
     Parameters
@@ -221,10 +218,10 @@ def differences(zoos: Mapping[str, Sequence[Row]], target: str, reference: str =
 
     Returns
     -------
-    str
-        A table in markdown: τ given training loss and error minus the reference's, with a paired bootstrap at 95 %.
+    pandas.DataFrame
+        τ given training loss and error minus the reference's, with a paired bootstrap at 95 %.
     """
-    lines = [f"| zoo | measure | level | partial τ minus that of {reference} |", "|---" * 4 + "|"]
+    lines = []
     for zoo, rows in zoos.items():
         goal, values = targets(rows, target), _by_level(rows)
         fits = {r["checkpoint"]: r for r in rows if r["kind"] == "fit"}
@@ -236,11 +233,12 @@ def differences(zoos: Mapping[str, Sequence[Row]], target: str, reference: str =
                 columns = ([of[m] for m in models] for of in (one, other, goal))
                 given = [[fits[m][control] for m in models] for control in CONTROLS]
                 tau = kendall_difference(*columns, given=given, resamples=10_000)
-                lines.append(f"| {zoo} | {name} | {level:g} nats | {_with_interval(tau, 3)} |")
-    return "\n".join(lines) + "\n"
+                where = {"target": target, "collection": zoo, "measure": name, "nats": level}
+                lines.append({**where, **_with_interval(tau)})
+    return pd.DataFrame(lines)
 
 
-def beside_distance(zoos: Mapping[str, Sequence[Row]]) -> str:
+def beside_distance(zoos: Mapping[str, Sequence[Row]]) -> pd.DataFrame:
     """Tabulate how the measures follow the distance from the initial weights, given training loss and error.
 
     Parameters
@@ -250,28 +248,25 @@ def beside_distance(zoos: Mapping[str, Sequence[Row]]) -> str:
 
     Returns
     -------
-    str
-        A table in markdown: partial τ with the distance at every radius, with a bootstrap at 95 %.
+    pandas.DataFrame
+        Partial τ with the distance at every radius, with a bootstrap at 95 %.
     """
-    table: dict[str, dict[str, list[str]]] = {}
+    lines = []
     for zoo, rows in zoos.items():
         known = {kind: {r["checkpoint"]: r for r in rows if r["kind"] == kind} for kind in ("fit", "baselines")}
-        for name, by_radius in _by_level(rows).items():
-            for values in by_radius.values():
+        for name, by_radius in sorted(_by_level(rows).items(), key=lambda item: _order(item[0])):
+            for rho, values in by_radius.items():
                 models = [m for m in values if m in known["fit"] and m in known["baselines"]]
                 given = [[known["fit"][m][control] for m in models] for control in CONTROLS]
                 distances = [known["baselines"][m]["distance"] for m in models]
                 tau = kendall([values[m] for m in models], distances, given=given)
-                table.setdefault(name, {}).setdefault(zoo, []).append(_with_interval(tau))
-    lines = [f"| τ with the distance | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
-    for name in sorted(table, key=_order):
-        lines.append(f"| {name} | {' | '.join('; '.join(table[name].get(zoo, ['no radius'])) for zoo in zoos)} |")
-    return "\n".join(lines) + "\n"
+                lines.append({"collection": zoo, "measure": name, "radius": rho, **_with_interval(tau)})
+    return pd.DataFrame(lines)
 
 
 def agreement(
     zoos: Mapping[str, Sequence[Row]], one: str = "geodesic-inv", other: str = "complete-inv", target: str = "gap"
-) -> str:
+) -> pd.DataFrame:
     """Tabulate how alike two measures rank the models of zoos, and how each ranks the target.
 
     Parameters
@@ -285,21 +280,22 @@ def agreement(
 
     Returns
     -------
-    str
-        A table in markdown: τ with its interval, at every level that both measures reach. Nothing is controlled for.
+    pandas.DataFrame
+        τ with its interval, at every level that both measures reach. Nothing is controlled for.
     """
-    columns = f"τ of {one} and {other} | τ of {one} with the {target} | of {other} | difference"
-    lines = [f"| zoo | models | radii | {columns} |", "|---" * 7 + "|"]
+    lines = []
     for zoo, rows in zoos.items():
         goal, values = targets(rows, target), _by_level(rows)
-        for (rho, a), (other_rho, b) in zip(*(values.get(m, {}).items() for m in (one, other)), strict=False):
+        for level, a, b in zip(LEVELS, *(values.get(m, {}).values() for m in (one, other)), strict=False):
             models = [m for m in goal if m in a and m in b]
             x, y, z = ([of[m] for m in models] for of in (a, b, goal))
-            found = map(_with_interval, (kendall(x, y), kendall(x, z), kendall(y, z)))
-            apart = _with_interval(kendall_difference(y, x, z), 3)
-            cells = [zoo, str(len(models)), f"{rho:g}, {other_rho:g}", *found, apart]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            found = {
+                f"{one}, {other}": kendall(x, y), f"{one}, {target}": kendall(x, z),
+                f"{other}, {target}": kendall(y, z), "the last minus the one before": kendall_difference(y, x, z),
+            }  # fmt: skip
+            where = {"collection": zoo, "models": len(models), "nats": level}
+            lines += [{**where, "τ of": of, **_with_interval(tau)} for of, tau in found.items()]
+    return pd.DataFrame(lines)
 
 
 def _by_level(rows: Sequence[Row]) -> dict[str, dict[float, dict[str, float]]]:
@@ -311,8 +307,8 @@ def _by_level(rows: Sequence[Row]) -> dict[str, dict[float, dict[str, float]]]:
     }
 
 
-def _with_interval(tau: Correlation, digits: int = 2) -> str:
-    return f"{tau.value:+.2f} [{tau.low:+.{digits}f}, {tau.high:+.{digits}f}]"
+def _with_interval(tau: Correlation) -> dict[str, float]:
+    return {"τ": tau.value, "low": tau.low, "high": tau.high}
 
 
 def judged(
@@ -334,12 +330,11 @@ def judged(
     """
     every = {zoo: compare(rows, target, level=LEVEL, quadratic=quadratic, given=given) for zoo, rows in zoos.items()}
     return {  # without ablations
-        zoo: [r for r in found if r.choice == "–" or (r.choice == "ρ" and "," not in r.quantity)]
-        for zoo, found in every.items()
+        zoo: [r for r in found if r.rho is None or "," not in r.quantity] for zoo, found in every.items()
     }
 
 
-def table(zoos: Judged, given: Sequence[str] = CONTROLS) -> str:
+def table(zoos: Judged, given: Sequence[str] = CONTROLS) -> pd.DataFrame:
     """Tabulate the partial correlation of every quantity with a target, given the controls, by zoo.
 
     Parameters
@@ -351,29 +346,37 @@ def table(zoos: Judged, given: Sequence[str] = CONTROLS) -> str:
 
     Returns
     -------
-    str
-        A table in markdown: the verdict, and partial τ with its corrected interval at every radius.
+    pandas.DataFrame
+        The verdict on every quantity, and partial τ with its corrected interval at every radius.
     """
-    words = [verdicts(found) for found in zoos.values()]
-    lines = [f"| given {controls_in_words(given)} | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
-    for name in sorted({r.quantity for found in zoos.values() for r in found} - {*given}, key=_order):
-        own = [[r for r in found if r.quantity == name] for found in zoos.values()]
-        cells = [_cell(name, found, said.get(name)) for found, said in zip(own, words, strict=True)]
-        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    lines = []
+    names = sorted({r.quantity for found in zoos.values() for r in found} - {*given}, key=_order)
+    for zoo, found in zoos.items():
+        words = verdicts(found)
+        for name in names:
+            own = [r for r in found if r.quantity == name]
+            line: dict[str, Any] = {
+                "collection": zoo,
+                "quantity": name,
+                "verdict": _verdict(name, own, words.get(name)),
+            }
+            taus = [(r.rho, r.corrected) for r in own if r.corrected is not None]
+            lines += [
+                {**line, "radius": rho, "models": tau.models, **_with_interval(tau)} for rho, tau in taus
+            ] or [line]  # fmt: skip
+    return pd.DataFrame(lines)
 
 
-def _cell(name: str, found: Sequence[Ranking], verdict: str | None) -> str:
+def _verdict(name: str, found: Sequence[Ranking], verdict: str | None) -> str:
     if verdict is None:
-        return "fewer than nine tenths of the models" if found else "no radius" if name in PRIMARY else "–"
-    intervals = [_with_interval(r.corrected, 3) for r in found if r.corrected is not None]
-    if name in PRIMARY and len(intervals) < len(LEVELS):  # the rule needs both
-        verdict = "unresolved, at one level only"
-    return f"**{verdict}**: {'; '.join(intervals)}"
+        return "fewer than nine tenths of the models" if found else "no radius" if name in PRIMARY else "not measured"
+    if name in PRIMARY and sum(r.corrected is not None for r in found) < len(LEVELS):  # the rule needs both
+        return "unresolved, at one level only"
+    return verdict
 
 
-def plain_table(by_target: Mapping[str, Judged]) -> str:
-    """Tabulate τ of every quantity without any controls, with the radii and what the loss rises by there.
+def plain_table(by_target: Mapping[str, Judged]) -> pd.DataFrame:
+    """Tabulate τ of every quantity without any controls, with the radii and what the loss increases by there.
 
     Parameters
     ----------
@@ -382,97 +385,19 @@ def plain_table(by_target: Mapping[str, Judged]) -> str:
 
     Returns
     -------
-    str
-        A table in markdown, with 95 % bootstrap intervals that are not corrected for their number.
+    pandas.DataFrame
+        With 95 % bootstrap intervals that are not corrected for their number.
     """
-    columns = " | ".join(f"τ with the {TARGETS[t]}" for t in by_target)
-    lines = [
-        f"| zoo | quantity | radius | median increase of the loss | {columns} |",
-        "|---" * (4 + len(by_target)) + "|",
-    ]
-    for zoo, found in next(iter(by_target.values())).items():
-        others = [{(r.quantity, r.rho): r.tau for r in rankings[zoo]} for rankings in by_target.values()]
-        for r in sorted(found, key=lambda r: (_order(r.quantity), r.rho or 0.0)):
-            radius = [f"{r.rho:g}", f"{r.loss_increase:.3g}"] if r.rho and r.loss_increase else ["–", "–"]
-            taus = [_with_interval(taus[r.quantity, r.rho]) for taus in others]
-            lines.append(f"| {' | '.join([zoo, r.quantity.replace('_', ' '), *radius, *taus])} |")
-    return "\n".join(lines) + "\n"
+    return pd.DataFrame(
+        {
+            "target": target, "collection": zoo, "quantity": r.quantity, "radius": r.rho,
+            "median increase": r.loss_increase, **_with_interval(r.tau),
+        }
+        for target, zoos in by_target.items()
+        for zoo, found in zoos.items()
+        for r in sorted(found, key=lambda r: (_order(r.quantity), r.rho or 0.0))
+    )  # fmt: skip
 
 
 def _order(name: str) -> tuple[int, str]:
     return PRIMARY.index(name) if name in PRIMARY else len(PRIMARY), name
-
-
-def plot_partial(
-    by_target: Mapping[str, Judged], path: str | os.PathLike[str], given: Sequence[str] = CONTROLS
-) -> None:
-    """Draw partial τ with its corrected interval for every measure, with a column per zoo and a row per target.
-
-    Parameters
-    ----------
-    by_target : mapping of str to mapping
-        By target: :func:`judged`.
-    path : str or path
-        File for the figure.
-    given : sequence of str
-        What was controlled for.
-    """
-    zoos, outcomes = list(next(iter(by_target.values()))), list(by_target)
-    found = {(z, t): [r for r in by_target[t][z] if r.corrected is not None] for t in outcomes for z in zoos}
-    names = sorted({r.quantity for rankings in found.values() for r in rankings}, key=_order)
-    size = (4.2 * len(zoos) + 2.5, len(outcomes) * (0.32 * len(names) + 1.2))
-    with figure(path, size, len(outcomes), len(zoos), sharex=True, sharey=True) as (_, grid):
-        for (zoo, target), rankings in found.items():
-            axes = grid[outcomes.index(target), zoos.index(zoo)]
-            axes.axvline(0, color="0.6", linewidth=1)
-            for place, name in enumerate(names):
-                shown = [r for r in rankings if r.quantity == name]
-                for k, r in enumerate(shown):
-                    _interval(axes, r, place + 0.16 * (k - (len(shown) - 1) / 2))
-            axes.set(yticks=range(len(names)), xlim=(-1, 1))
-            axes.set_yticklabels([n.replace("_", " ") for n in names])
-            axes.set_ylim(len(names) - 0.5, -0.5)
-            if target == outcomes[0]:
-                counts = [r.corrected.models for r in rankings if r.corrected is not None and r.quantity in PRIMARY]
-                axes.set_title(f"{zoo}, {max(counts, default=0)} models")
-            if zoo == zoos[0]:
-                axes.set_ylabel(TARGETS[target])
-        for axes in grid[-1]:
-            axes.set_xlabel(f"τ given {controls_in_words(given)}")
-
-
-def _interval(axes: Any, r: Ranking, place: float) -> None:
-    tau, colour = r.corrected, COLOURS.get(r.quantity, "0.35")
-    assert tau is not None
-    axes.plot([tau.low, tau.high], [place, place], color=colour, linewidth=2)
-    axes.plot(tau.value, place, MARKERS.get(r.quantity, "o"), color=colour, markersize=5)
-
-
-def plot_radius(zoos: Judged, target: str, path: str | os.PathLike[str]) -> None:
-    """Draw partial τ against the median increase of the loss, with a line per measure and a panel per zoo.
-
-    Parameters
-    ----------
-    zoos : mapping of str to sequence of Ranking
-        Of one target (:func:`judged`).
-    target : str
-        See :func:`sharpness.study.targets`.
-    path : str or path
-        File for the figure.
-    """
-    with figure(path, (4.4 * len(zoos), 3.8), 1, len(zoos), sharey=True) as (_, grid):
-        for axes, (zoo, ranked) in zip(grid[0], zoos.items(), strict=True):
-            shown = [r for r in ranked if r.corrected is not None and r.choice == "ρ"]
-            for name in sorted({r.quantity for r in shown}, key=_order):
-                own = sorted((r for r in shown if r.quantity == name), key=lambda r: r.rho or 0.0)
-                x, taus = [r.loss_increase for r in own], [r.corrected for r in own]
-                colour, marker = COLOURS.get(name), MARKERS.get(name, "o")
-                line = axes.semilogx(x, [t.value for t in taus if t], marker=marker, color=colour, label=name)
-                low, high = ([getattr(t, end) for t in taus] for end in ("low", "high"))
-                axes.fill_between(x, low, high, color=line[0].get_color(), alpha=0.1)
-            axes.axhline(0, color="0.6", linewidth=1)
-            plain_ticks(axes)
-            axes.set(title=zoo, xlabel="median loss increase")
-        grid[0, 0].set_ylabel(f"τ with {TARGETS[target]},\ngiven training loss and error")
-        lines = {line.get_label(): line for axes in grid[0] for line in axes.get_lines()}
-        grid[0, -1].legend(handles=[line for name, line in lines.items() if not str(name).startswith("_")])

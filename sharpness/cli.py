@@ -10,7 +10,7 @@ in a shell:
 
 exit codes:
   0    everything was done
-  1    a checkpoint of a sweep failed, or what was verified is not a symmetry
+  1    a checkpoint of a sweep failed, what was verified is no symmetry, or two models are not one function
   2    the command was refused; one line on standard error says why
   130  interrupted
 """
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     }
     last = {commands.run: {"search": Search}, sweeps.sweep: {"search": Search}}
     one, many = (
-        (commands.compare, commands.symmetries, commands.canonicalize, commands.env),
+        (commands.compare, commands.same, commands.symmetries, commands.canonicalize, commands.env),
         (sweeps.table, sweeps.plot),
     )
     for function in (commands.demo, commands.run, sweeps.sweep, *many, *one):

@@ -9,7 +9,7 @@ import math
 import platform
 import shutil
 from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -183,17 +183,16 @@ def compare(
     *,
     model: str | None = None,
     metric: Literal["inv", "mix"] = "inv",
-    match: Literal["none", "heads"] = "none",
+    modulo: Literal["heads", "all"] = "heads",
 ) -> int:
-    """Print the distance of two models, on the quotient of their attention heads.
+    """Print the distance of two models, modulo symmetries.
 
     Print how far two models of one architecture lie apart, modulo the symmetry of every
-    attention head and of LoRA: in all, and for the heads of every layer. Weights outside
-    of heads are not compared.
+    attention head and of LoRA, or all symmetries: in all, and for every layer.
 
     in a shell:
       sharpness compare berts/one berts/two
-      sharpness compare before.pt after.pt --model mine:model --match heads
+      sharpness compare before.pt after.pt --model mine:model --modulo all
 
     Parameters
     ----------
@@ -203,8 +202,8 @@ def compare(
         What the weights belong to: the name of an open_clip or timm model, or module:function.
     metric
         Of the heads: inv or mix.
-    match
-        heads: compare each head with the one of its layer that is most like it, for models trained independently.
+    modulo
+        heads: the GL(h) of every head; all: every known symmetry, and the order of heads and neurons.
     """
     from quotient_manifolds.symmetries import model_distance
 
@@ -213,10 +212,11 @@ def compare(
 
     two = [load(name).model if model is None else load(model, name).model for name in (one, other)]
     with naming(f"{one} and {other} cannot be compared"):
-        found = model_distance(*two, metric=metric, match=match)
-    say([f"distance {found.total:.4g} ({metric}) on {len(found.pairs)} pairs"], "1")
+        found = model_distance(*two, metric=metric, modulo=modulo)
+    known = [p for p in found.pairs if not math.isnan(p.distance)]
+    say([f"distance {found.total:.4g} ({metric}) on {len(known)} pairs"], "1")
     layers: dict[str, dict[str, float]] = {}
-    for p in found.pairs:
+    for p in known:
         of_layer = layers.setdefault(p.module, {})
         of_layer[p.kind] = math.hypot(of_layer.get(p.kind, 0.0), p.distance)
     kinds = list(dict.fromkeys(p.kind for p in found.pairs))
@@ -224,6 +224,43 @@ def compare(
     print(aligned([["layer", *kinds], *rows]))
     say((f"- not compared: {name}: {reason}" for name, reason in found.skipped.items()), "33")
     return 0
+
+
+def same(one: str, other: str, *, model: str | None = None, out: Path | None = None) -> int:
+    """Say whether two models are one function, fine-tunes of one another, or unrelated.
+
+    Compare two models of one architecture modulo every symmetry: norms folded, streams
+    rotated, heads and neurons matched, heads moved by GL(h). Prints the verdict and the
+    evidence. The exit code is 1 if they are not one function.
+
+    in a shell:
+      sharpness same path/to/bert path/to/converted
+      sharpness same berts/one berts/two --out distances.csv
+
+    Parameters
+    ----------
+    one, other
+        Folders of transformers, or files of weights of --model.
+    model
+        What the weights belong to: the name of an open_clip or timm model, or module:function.
+    out
+        Table (.csv) of the distances by kind of weight, before and after the alignment, relative to all weights.
+    """
+    from .files import write_text
+    from .models import load
+    from .sameness import judge
+
+    if out is not None:
+        check_file(out)
+        check_apart(out, (one, other))
+    two = [load(name) if model is None else load(model, name) for name in (one, other)]
+    with naming(f"{one} and {other} cannot be compared"):
+        found = judge(*two)
+    say([found.verdict], "1")
+    print(*found.evidence, sep="\n")
+    if out is not None:
+        write_text(out, found.distances.to_csv(index_label="kind"))
+    return 0 if found.verdict.startswith("one function") else 1
 
 
 def symmetries(
@@ -343,9 +380,7 @@ def env() -> int:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     print(f"Python {platform.python_version()}, {platform.platform()}, {device}")
     libraries = "quotient-manifolds torch geoopt scipy numpy transformers timm open_clip_torch peft datasets matplotlib"
+    installed = {found.name: found.version for found in distributions()}
     for name in libraries.split():
-        try:
-            print(name, version(name))
-        except PackageNotFoundError:
-            print(f"{name}: not installed")
+        print(name, installed.get(name, "is not installed"))
     return 0

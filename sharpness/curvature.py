@@ -9,7 +9,7 @@ acceleration. Without that term it would depend on the representative wherever t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,9 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     >>> space = WeightSpace(model, MEASURES["adaptive"])
     >>> with space.attached():
     ...     H = HessianOperator(space, lambda: model.weight.square().sum() / 2)
-    ...     H @ np.eye(2, dtype=np.float32), H.eigenvalues().round(4)
+    ...     H @ np.eye(2, dtype=np.float32), round(H.largest_eigenvalue(), 4)
     (array([[1., 0.],
-           [0., 9.]], dtype=float32), array([9.], dtype=float32))
+           [0., 9.]], dtype=float32), 9.0)
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
@@ -82,8 +82,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         x = torch.as_tensor(np.ascontiguousarray(v).reshape(-1), dtype=self.space.dtype).to(self.space.device)
         return self.product(x).cpu().numpy()
 
-    def _rmatvec(self, v: np.ndarray) -> np.ndarray:
-        return self._matvec(v)
+    _rmatvec = _matvec
 
     def product(self, v: Tensor) -> Tensor:
         """Multiply a vector of coordinates, (dim,), of the space's dtype and device; the product is horizontal."""
@@ -99,8 +98,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
                 block.vector_(velocity, c, at_model=False)
         with sdpa_kernel(SDPBackend.MATH):
             found = self.losses()
-            losses = [found] if isinstance(found, Tensor) else found
-            first, second = space.gradients.with_hessian_product(losses, velocity)
+            first, second = _with_product([found] if isinstance(found, Tensor) else found, velocity)
         # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
         straight = space.pull_back(dict(first), None)
         return space.pull_back(second, None).add_(space.pull_back(first, v)).sub_(straight)
@@ -114,40 +112,34 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
             sides.append(space.gradient(self.losses()))
         return sides[0].sub_(sides[1]).div_(2 * h)
 
-    def eigenvalues(self, count: int = 1, *, seed: int = 0, tol: float = 1e-4) -> np.ndarray:
-        """Find the largest eigenvalues (in value, not in size) by Lanczos' method.
+    def largest_eigenvalue(self, *, seed: int = 0) -> float:
+        """Find the largest eigenvalue (in value, not in size) by Lanczos' method, to a relative accuracy of 1e-4.
 
         Parameters
         ----------
-        count : int
-            Number of eigenvalues.
         seed : int
             Seed of the horizontal starting vector.
-        tol : float
-            Relative accuracy.
 
         Returns
         -------
-        array of float
-            (count,), in descending order, in the operator's dtype.
+        float
 
         Notes
         -----
         ARPACK's implicitly restarted method (Lehoucq, Sorensen, Yang 1998) through ``scipy.sparse.linalg.eigsh``, which
-        raises ArpackNoConvergence where the accuracy is not reached.
+        raises ArpackNoConvergence where the accuracy is not reached, and which finds several eigenvalues too.
         """
         dim = self.space.dim
-        if dim <= count + 1:
-            return np.linalg.eigvalsh(self.matmat(np.eye(dim, dtype=self.dtype)))[::-1][:count]
+        if dim <= 2:
+            return float(np.linalg.eigvalsh(self.matmat(np.eye(dim, dtype=self.dtype)))[-1])
         start = self.space.random(torch.Generator().manual_seed(seed)).cpu().numpy()
-        options: Any = {"which": "LA", "v0": start, "ncv": min(dim, max(2 * count + 1, 12)), "tol": tol}
+        options: Any = {"which": "LA", "v0": start, "ncv": min(dim, 12), "tol": 1e-4, "return_eigenvectors": False}
         try:
-            values = scipy.sparse.linalg.eigsh(self, count, return_eigenvectors=False, **options)
+            return float(scipy.sparse.linalg.eigsh(self, 1, **options)[0])
         except scipy.sparse.linalg.ArpackError as error:
             if isinstance(error, scipy.sparse.linalg.ArpackNoConvergence) or self.matvec(start).any():
                 raise
-            values = np.zeros(count, dtype=self.dtype)  # only zero has a random vector in its kernel
-        return np.sort(values)[::-1]
+            return 0.0  # only zero has a random vector in its kernel
 
     def trace(self, num_matvecs: int = 30, *, seed: int = 0) -> tuple[float, float | None]:
         r"""Estimate the trace by Hutch++ from about ``num_matvecs`` products.
@@ -185,3 +177,20 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
             outside.append(float(g @ self.product(g)))
         std_error = float(np.std(outside, ddof=1) / np.sqrt(each)) if each > 1 else None
         return inside + float(np.mean(outside)), std_error
+
+
+def _with_product(
+    losses: Iterable[Tensor], velocity: Mapping[Tensor, Tensor]
+) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+    """Add up gradients by parameter, and products of the Hessians with the velocities of the parameters."""
+    moving, first, second = list(velocity), dict[Tensor, Tensor](), dict[Tensor, Tensor]()
+    for loss in losses:
+        grads = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
+        slope = sum(
+            ((g.conj() * velocity[p]).real.sum() for p, g in zip(moving, grads, strict=True)), loss.new_zeros(())
+        )
+        twice = torch.autograd.grad(slope, moving, materialize_grads=True) if slope.requires_grad else ()
+        for into, some in ((first, grads), (second, twice)):
+            for p, g in zip(moving, some, strict=False):
+                into[p] = into[p] + g.detach() if p in into else g.detach()
+    return first, second

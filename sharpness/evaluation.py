@@ -180,6 +180,8 @@ def _evaluate(
     sharded = is_sharded_model(model)
     if sharded and keep:
         raise ValueError("a sharded model keeps no directions, which are as large as it is; leave keep_directions out")
+    if sharded and statistic == "Hessian":
+        raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
     world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
     starts = search.restarts + 1 if statistic == "worst" else 0
     total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
@@ -223,7 +225,7 @@ def _evaluate(
                 results.append(best)
                 if direction is not None:
                     directions[index, rho] = direction
-        shares.append((results, space.evidence.uncertified(), space.evidence.unreached()))
+        shares.append((results, *space.evidence.missing()))
     results, uncertified, remarks = collected(space, shares)
     results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
@@ -269,7 +271,7 @@ class _Climb:
         value = self.space.norm(loss.base_gradient)
         if hessian:
             operator = HessianOperator(self.space, loss.losses)
-            value = float(operator.eigenvalues(seed=self.search.seed)[0])
+            value = operator.largest_eigenvalue(seed=self.search.seed)
             trace, error = operator.trace(self.search.num_samples, seed=self.search.seed)
             loss.passes += operator.num_matvecs
         self.bar.update()

@@ -1,8 +1,8 @@
-"""Temporarily moved weights, and gradients there: only this file and, for shards, ``sharded.py`` move a model."""
+"""Temporarily moved weights: only this file and, for shards, ``sharded.py`` move a model."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,14 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.modules import (
-    caching,
-    check_model,
-    drop_caches,
-    floats,
-    preserve_model_state,
-    tree_map,
-)
+from quotient_manifolds.symmetries.modules import caching, drop_caches, floats, preserve_model_state, tree_map
 
 from .losses import to_float32
 
@@ -34,7 +27,6 @@ _SWITCHES: dict[str, tuple[type, ...]] = {
 
 def preserved(model: nn.Module) -> preserve_model_state:
     """Return what leaves a model as it was, if ``with`` enters it twice, see :class:`preserve_model_state`."""
-    check_model(model)
     return preserve_model_state(model, _SWITCHES)
 
 
@@ -118,81 +110,3 @@ def _compute_in_float32(module: nn.Module, narrow: torch.dtype) -> list[Removabl
 
 def _is_narrow(t: Tensor) -> bool:
     return t.is_floating_point() and t.dtype != at_least_float32(t.dtype)
-
-
-class Gradients:
-    """The gradients of losses with respect to some parameters; ``.grad`` is left alone.
-
-    ``beside`` are parameters that a backward pass also reaches, and whose ``.grad`` is put back. ``backward`` says that
-    gradients come through ``.grad`` alone, as FSDP2's do: then they are this process's rows.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], beside: Iterable[Tensor] = (), *, backward: bool = False) -> None:
-        self._parameters = list(parameters)
-        self._all = list(dict.fromkeys([*self._parameters, *beside]))
-        self._backward = backward
-        self._reentrant: bool | None = True if backward else None
-
-    def sum_over(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Sum the gradients of losses one after the other, so that a generator needs the memory of only one of them."""
-        total: dict[Tensor, Tensor] = {}
-        for loss in losses:
-            for p, g in self._of(loss).items():  # which may share memory and must not be written to
-                total[p] = total[p] + g if p in total else g
-            del loss
-        return total
-
-    def with_hessian_product(
-        self, losses: Iterable[Tensor], moving: Mapping[Tensor, Tensor]
-    ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
-        """Add up gradients, and products of the Hessians with a vector."""
-        if self._backward:
-            raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
-        first, second = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
-        for loss in losses:
-            grads = torch.autograd.grad(loss, self._parameters, create_graph=True, materialize_grads=True)
-            slopes = ((g.conj() * moving[p]).real.sum() for p, g in zip(self._parameters, grads, strict=True))
-            slope = sum(slopes, start=loss.new_zeros(()))
-            twice = grads[:0]
-            if slope.requires_grad:
-                twice = torch.autograd.grad(slope, self._parameters, materialize_grads=True)
-            for into, some in ((first, grads), (second, twice)):
-                for p, g in zip(self._parameters, some, strict=False):
-                    into[p] = into[p] + g.detach() if p in into else g.detach()
-        return first, second
-
-    def _of(self, loss: Tensor) -> dict[Tensor, Tensor]:
-        if not loss.requires_grad:
-            raise ValueError("the loss does not depend on any trainable parameter; check loss_fn and requires_grad")
-        if self._reentrant is None:  # one walk through the graph is enough, because the model does not change
-            self._reentrant = _has_reentrant_checkpoint(loss)
-        if not self._reentrant:
-            grads: Sequence[Tensor | None] = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        else:  # autograd.grad does not work with reentrant checkpoints: collect in .grad, and restore its old value
-            before = [p.grad for p in self._all]
-            try:
-                for p in self._all:
-                    p.grad = None
-                loss.backward()
-                grads = [p.grad for p in self._parameters]
-            finally:
-                for p, g in zip(self._all, before, strict=True):
-                    p.grad = g
-        found = zip(self._parameters, grads, strict=True)
-        return {p: g if type(g) is Tensor and not g.is_sparse else _plain(g) for p, g in found if g is not None}
-
-
-def _plain(g: Any) -> Tensor:
-    """Return this process's rows of a sharded gradient, and a sparse one as a dense tensor."""
-    found: Tensor = g.to_local() if hasattr(g, "to_local") else g
-    return found.to_dense() if found.is_sparse else found
-
-
-def _has_reentrant_checkpoint(loss: Tensor) -> bool:
-    queue: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = {None, *queue}
-    for node in queue:
-        children = {child for child, _ in node.next_functions} - seen
-        seen |= children
-        queue.extend(children)
-    return any(node.name() == "CheckpointFunctionBackward" for node in queue)

@@ -80,7 +80,7 @@ def figure(
 
 
 def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the loss along the worst direction, on the geodesic and on the straight line; the ball is shaded.
+    """Draw the loss along the worst direction, as the measure moves along it; the ball is shaded.
 
     Parameters
     ----------
@@ -100,11 +100,10 @@ def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> 
     >>> drawn = plot_profile(found)
     """
     with figure(path, (6.4, 4.4)) as (drawn, ((axes,),)):
-        axes.axvspan(-found.radius, found.radius, color="0.93", label=f"length of the direction, {found.radius:.3g}")
+        axes.axvspan(-found.radius, found.radius, color="0.93", label=f"ball, ρ = {found.radius:.3g}")
         axes.axvline(0, color="0.6", linewidth=1)
-        for way, losses in found.losses.items():
-            style, colour = ("--", "#D55E00") if way == "first-order" else ("-", "#0072B2")
-            axes.plot(found.lengths, losses, style, color=colour, label=_WAYS.get(way, way), linewidth=2.2)
+        way, losses = next(iter(found.losses.items()))  # the straight line, if it is another, is as good as equal
+        axes.plot(found.lengths, losses, color="#0072B2", label=_WAYS.get(way, way), linewidth=2.2)
         axes.set(xlabel="distance from the weights, in the metric", ylabel="loss")
         axes.set_title(f"{found.measure}: loss along the worst direction")
         axes.legend()
@@ -179,12 +178,12 @@ def write_report(
 
     Examples
     --------
-    >>> import sharpness, tempfile, torch
+    >>> import pathlib, sharpness, tempfile, torch
     >>> model, batch = torch.nn.Linear(2, 2), (torch.eye(2), torch.arange(2))
     >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=[0.1, 0.2])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_report(f"{folder}/report.html", model, batch, [result])
-    ...     Path(folder, "report.html").read_text().count("<img")
+    ...     pathlib.Path(folder, "report.html").read_text().count("<img")
     2
     """
     shown = list[str]()

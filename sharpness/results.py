@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -301,7 +300,7 @@ def _amount(result: SharpnessResult) -> str:
     error = stdev(b.value for b in result.batches) / count**0.5 if count > 1 else 0.0
     if not error:
         return f"{value:.3g}"
-    digits = max(0, 1 - math.floor(math.log10(error)))
+    digits = max(0, 1 - int(f"{error:.1e}".partition("e")[2]))
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 

@@ -20,33 +20,6 @@ from quotient_manifolds.symmetries.certificate import Certification
 from .building import build_blocks, divide, trainable, warn_of_unknown
 from .measures import Measure, PairBlock, get_measure
 from .perturb import pointing_to
-from .points import WeightBlock
-
-
-def _build(
-    model: nn.Module, base: Optimizer, measure: Measure, pairs: Sequence[SymmetricPair] | None
-) -> tuple[list[Tensor], list[WeightBlock]]:
-    """Return the parameters that the base optimiser trains, and their blocks."""
-    trained = {p for group in base.param_groups for p in group["params"]}
-    known = trainable(model)
-    parameters = {name: p for name, p in known.items() if p in trained}
-    if not parameters:
-        raise ValueError(
-            f"{type(base).__name__} trains no parameter of this {type(model).__name__}; make it from model.parameters()"
-        )
-    for name, p in parameters.items():
-        if p.dtype != at_least_float32(p.dtype):
-            raise ValueError(
-                f"parameter {name!r} is {p.dtype}, in which a small perturbation would be rounded away; keep the "
-                "weights in float32 and train under torch.autocast"
-            )
-    if pairs is None and measure.divides:
-        warn_of_unknown(model)
-    found = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
-    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype.to_real(), *found)
-    if measure.pair_block is not None:
-        raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
-    return list(parameters.values()), blocks
 
 
 class GeodesicSAM(Optimizer):
@@ -142,7 +115,26 @@ class GeodesicSAM(Optimizer):
             )
         self.model, self.base_optimizer = model, base_optimizer
         self.rho, self.measure, self.refresh = float(rho), measure, as_count("refresh", refresh)
-        self._parameters, self._blocks = _build(model, base_optimizer, measure, pairs)
+        if measure.pair_block is not None:
+            raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
+        trained, known = {p for group in base_optimizer.param_groups for p in group["params"]}, trainable(model)
+        parameters: dict[str, Tensor] = {name: p for name, p in known.items() if p in trained}
+        if not parameters:
+            raise ValueError(
+                f"{type(base_optimizer).__name__} trains no parameter of this {type(model).__name__}; make it from "
+                "model.parameters()"
+            )
+        for name, p in parameters.items():
+            if p.dtype != at_least_float32(p.dtype):
+                raise ValueError(
+                    f"parameter {name!r} is {p.dtype}, in which a small perturbation would be rounded away; keep the "
+                    "weights in float32 and train under torch.autocast"
+                )
+        if pairs is None and measure.divides:
+            warn_of_unknown(model)
+        found = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
+        self._parameters, dtype = list(parameters.values()), next(iter(parameters.values())).dtype.to_real()
+        self._blocks = build_blocks(measure, parameters, dtype, *found)
         stacks = [b.stack for b in self._blocks if isinstance(b, PairBlock)]
         self.certification = Certification(stacks)
         dropped = {b.tensor for s in stacks for p in s.pairs for b in p.dropped}

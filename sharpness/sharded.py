@@ -18,7 +18,6 @@ from quotient_manifolds.symmetries.whole import State, canonical_form
 from .building import build_blocks, divide
 from .distributed import World, check_sharded, reshard, twin_of
 from .measures import Measure
-from .perturb import Gradients
 from .points import WeightBlock
 from .space import WeightSpace
 
@@ -204,8 +203,6 @@ class ShardedSpace(WeightSpace):
         of_twin = None if pairs is None else in_copy(pairs, model, shards.twin)
         super().__init__(shards.twin, measure, of_twin, classes=classes, only=only)
         self.model, self.world, self.given, self.pairs = model, shards.world, pairs, self._all_pairs
-        moving, trained = self.parameters.values(), (p for p in model.parameters() if p.requires_grad)
-        self.gradients = Gradients([shards.of[p] for p in moving], trained, backward=True)
 
     def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
         shards, form, state = self._shards, None, ShardedState(self._shards)
@@ -275,12 +272,25 @@ class ShardedSpace(WeightSpace):
         self._shards.exchange(rows, self.copies, to_owners=False)
 
     def differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Return the gradient of the rows that lie here, and of the pairs that this process owns."""
-        found = self.gradients.sum_over(losses)
-        if not found:
+        """Return the gradient of the rows that lie here, and of the pairs that this process owns.
+
+        FSDP2 leaves gradients in ``.grad`` alone, which is put back afterwards.
+        """
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        before = [p.grad for p in trained]
+        try:
+            for p in trained:
+                p.grad = None
+            for loss in losses:
+                loss.backward()
+            found: dict[Tensor, Any] = {p: self._shards.of[p].grad for p in self.parameters.values()}
+        finally:
+            for p, g in zip(trained, before, strict=True):
+                p.grad = g
+        rows = {p: g.to_local() for p, g in found.items() if g is not None}
+        if not rows:
             raise ValueError(
                 "no gradient reached the shards: FSDP2 is told not to exchange them; call "
                 "model.set_requires_gradient_sync(True)"
             )
-        rows = {p: found[q] for p in self.parameters.values() if (q := self._shards.of[p]) in found}
         return {**rows, **self._shards.collect(rows)}

@@ -20,7 +20,7 @@ from .building import build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
 from .measures import Measure, PairBlock
-from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
+from .perturb import becomes_float32, pointing_to, stands_on_narrow_base
 from .points import WeightBlock
 from .shares import NetworkParts
 
@@ -57,13 +57,11 @@ class Evidence:
         slopes = {name: gradient.get(space.parameters[name]) for name in self._unreached}
         self._unreached = {name for name, g in slopes.items() if g is None or not bool(g.any())}
 
-    def uncertified(self) -> set[str]:
-        """Name the pairs of all processes that had no gradient yet."""
-        return set(self._space.world.gather(sorted(p.name for p in self._certification.open)))
-
-    def unreached(self) -> set[str]:
-        """Name the weights that had no gradient on any process yet."""
-        return set.intersection(*self._space.world.gather([self._unreached]))
+    def missing(self) -> tuple[set[str], set[str]]:
+        """Name the pairs of all processes, and the weights on any process, that had no gradient yet."""
+        gather = self._space.world.gather
+        uncertified = set(gather(sorted(p.name for p in self._certification.open)))
+        return uncertified, set.intersection(*gather([self._unreached]))
 
 
 class WeightSpace:
@@ -158,7 +156,6 @@ class WeightSpace:
         self._pair_blocks = [b for b in self._in_order if isinstance(b, PairBlock)]
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
         self.evidence = Evidence(self, [b.stack for b in self._pair_blocks])
-        self.gradients = Gradients(moving, (p for p in model.parameters() if p.requires_grad))
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
         self.remarks: list[str] = []
@@ -182,11 +179,8 @@ class WeightSpace:
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, (dim,), equal on all devices and at all points of an orbit."""
-        xi = self.empty()
-        parts = dict(self.each(xi))
-        for block in self._in_order:
-            parts[block].copy_(block.random(generator))
-        return xi
+        drawn = {block: block.random(generator) for block in self._in_order}
+        return torch.cat([drawn[block].to(self.device, self.dtype) for block in self.blocks])
 
     def norm(self, v: Tensor) -> float:
         """Measure the length of a vector, (dim,)."""
@@ -195,10 +189,7 @@ class WeightSpace:
     @torch.no_grad()
     def project(self, v: Tensor) -> Tensor:
         """Return the horizontal part of a vector, (dim,)."""
-        out = self.empty()
-        for (block, c), (_, part) in zip(self.each(v), self.each(out), strict=True):
-            part.copy_(block.project(c))
-        return out
+        return torch.cat([block.project(c) for block, c in self.each(v)])
 
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
@@ -265,13 +256,22 @@ class WeightSpace:
 
     def differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Return the gradient of the sum of losses with respect to the parameters that get one."""
-        gradient = self.gradients.sum_over(losses)
-        if not gradient:
+        moving, total = list(self.parameters.values()), dict[Tensor, Tensor]()
+        for loss in losses:  # one after the other, so that a generator needs the memory of only one of them
+            gradients = torch.autograd.grad(loss, moving, allow_unused=True) if loss.requires_grad else ()
+            if any(g is None for g in gradients) and "CheckpointFunctionBackward" in _operations(loss):
+                raise ValueError("checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False")
+            for p, g in zip(moving, gradients, strict=False):
+                if g is not None:  # it may share memory and must not be written to
+                    g = g.to_dense() if g.is_sparse else g
+                    total[p] = total[p] + g if p in total else g
+            del loss, gradients
+        if not total:
             raise ValueError(
-                "the loss depends on none of the weights that are measured, which get no gradient; check only=, "
-                "requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
+                "the loss depends on none of the weights that are measured, which get no gradient; check loss_fn, "
+                "only=, requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
             )
-        return gradient
+        return total
 
     def gradient(self, losses: Tensor | Iterable[Tensor]) -> Tensor:
         """Differentiate a loss at the model's current weights.
@@ -306,3 +306,14 @@ class WeightSpace:
                 for p in last:
                     gradient.pop(p, None)
         return out
+
+
+def _operations(loss: Tensor) -> set[str]:
+    """Return the names of the operations in the graph behind a loss."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:
+        behind = {n for n, _ in node.next_functions} - seen
+        seen |= behind
+        nodes.extend(behind)
+    return {node.name() for node in nodes}

@@ -28,7 +28,7 @@ def sweep(
 
     Measure many checkpoints under several measures and radii: folders of transformers or
     files of weights, with the options below, or what a JSON file says, which may have
-    ablations and more (docs/guides/sweeps.md). Every model and all data are looked at
+    ablations and more (docs/howto/scale.md). Every model and all data are looked at
     before the first measurement. A sweep may be interrupted; the same command resumes it
     from the folder OUT. The exit code is 1 if a checkpoint failed.
 
@@ -106,22 +106,21 @@ def plan_of(
 
     if data is None:
         raise ValueError("give the data with --data, or a configuration that ends in .json in place of the checkpoints")
-    named = {} if model is None else {"model": model}
     own = {k: chosen.pop(k) for k in [*chosen] if k in DataChoice.__dataclass_fields__}
-    plan = {
-        "checkpoints": [{"path": glob.escape(path) if Path(path).exists() else path, **named} for path in paths],
-        "data": {"source": data, **own},
-        "measures": measure,
-        "rho": rho or {},
-        "micro_batch": micro_batch,
-        "device": device,
-        **chosen,
-    }
-    if test is not None:  # all of it
-        plan["test"] = {
-            k: v for k, v in {**own, "source": test}.items() if k not in ("num_examples", "batches", "subset_seed")
+    patterns = (glob.escape(path) if Path(path).exists() else path for path in paths)
+    whole = {**own, "source": test, "num_examples": None, "batches": None, "subset_seed": None}
+    return planned(
+        {
+            "checkpoints": [{"path": pattern, "model": model} for pattern in patterns],
+            "data": {**own, "source": data},
+            "test": whole if test else None,
+            "measures": measure,
+            "rho": rho or {},
+            "micro_batch": micro_batch,
+            "device": device,
+            **chosen,
         }
-    return planned(plan)
+    )
 
 
 def table(

@@ -10,19 +10,24 @@ import torch
 from .networks import bert, shake
 
 ROOT = Path(__file__).parent.parent
-WORDS = ["good", "bad", "fine", "poor", "great", "weak", "film", "plot", "a", "the", "was", "is"]
+#: Words of one class, of the other, and of none.
+WORDS = ["good", "fine", "great", "bad", "poor", "weak", "film", "plot", "a", "the", "was", "is"]
 
 
 def _rows(count, seed=0):
+    """Draw sentences of six words, labelled by which class has more of them."""
     rng = np.random.default_rng(seed)
-    return [(" ".join(rng.choice(WORDS, 6)), int(rng.integers(2))) for _ in range(count)]
+    drawn = rng.integers(len(WORDS), size=(count, 6))
+    votes = (drawn < 3).sum(1) - ((drawn >= 3) & (drawn < 6)).sum(1)
+    labels = np.where(votes == 0, rng.integers(2, size=count), votes > 0)
+    return [(" ".join(WORDS[i] for i in row), int(label)) for row, label in zip(drawn, labels, strict=True)]
 
 
-def _table(path, count, header="sentence\tlabel\n"):
-    path.write_text(header + "".join(f"{text}\t{label}\n" for text, label in _rows(count)))
+def table(path, count, header="sentence\tlabel\n", seed=0):
+    path.write_text(header + "".join(f"{text}\t{label}\n" for text, label in _rows(count, seed)))
 
 
-def _bert(folder):
+def small_bert(folder):
     from transformers import BertConfig, BertForSequenceClassification
 
     from tests.texts import wordpiece
@@ -55,7 +60,7 @@ def _images(folder, count=6):
             Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / name / f"{i}.png")
 
 
-def _adapter(folder, base, seed):
+def adapter(folder, base, seed):
     import peft
     from transformers import AutoModelForSequenceClassification
 
@@ -104,11 +109,11 @@ def batches():
 def build(folder):
     """Make every file that a page names."""
     (folder / "path" / "to").mkdir(parents=True)
-    _bert(folder / "path/to/bert")
+    small_bert(folder / "path/to/bert")
     _vit(folder / "path/to/vit")
-    _table(folder / "data.tsv", 12, header="")
-    _table(folder / "dev.tsv", 256)
-    _table(folder / "train.tsv", 60)
+    table(folder / "data.tsv", 12, header="")
+    table(folder / "dev.tsv", 256)
+    table(folder / "train.tsv", 60)
     rows = "".join(f"{text}\t{text}\t{('entailment', 'neutral')[label]}\n" for text, label in _rows(20))
     (folder / "pairs.tsv").write_text("premise\thypothesis\tgold\n" + rows)
     _images(folder / "images/train")
@@ -118,7 +123,7 @@ def build(folder):
     shutil.copy(ROOT / "tests" / "networks.py", folder / "networks.py")
     (folder / "mine.py").write_text(MINE)
     for seed, name in enumerate(("adapter_a", "adapter_b")):
-        _adapter(folder / name, folder / "path/to/bert", seed)
+        adapter(folder / name, folder / "path/to/bert", seed)
     for name in ("one", "two", "three"):
         shutil.copytree(folder / "path/to/bert", folder / "berts" / name)
     data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32, "num_examples": 32}
@@ -129,13 +134,13 @@ def build(folder):
 
 def taken_for_granted(page):
     """Names that a page uses without a definition, because its reader has them."""
-    if page in ("README.md", "docs/guides/optim.md"):
+    if page == "docs/howto/lora.md":
         import peft
 
         base = bert()
         lora = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["query"]))
-        return {"model": lora, "base": base, "peft": peft} if page.endswith("optim.md") else {}
-    if page in ("docs/guides/symmetries.md", "docs/guides/sharpness.md", "docs/guides/sam.md"):
+        return {"model": lora, "base": base, "peft": peft}
+    if page in ("docs/guides/symmetries.md", "docs/guides/sharpness.md", "docs/howto/sam.md"):
         from . import networks
 
         class MyAttention(torch.nn.Module):

@@ -149,7 +149,7 @@ def build(base):
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     base.mkdir(parents=True)
-    docs_world._bert(base / "bert")
+    docs_world.small_bert(base / "bert")
     docs_world._vit(base / "vit")
     (base / "mine.py").write_text(MINE)
     texts = docs_world._rows(12)

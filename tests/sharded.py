@@ -89,8 +89,9 @@ def results(which, model, batches):
         found[name] = {
             "batches": [(b.value, b.history, b.base_error, b.worst_error) for b in worst.batches],
             "spectrum": (worst.min_singular_value, worst.num_null),
-            "gradient": float(sharpness.gradient_norm(model, batches, measure=name)),
-        }  # fmt: skip
+        }
+        if name in OF_MODEL[which][-2:]:  # in all measures it is the first gradient of the ascent
+            found[name]["gradient"] = float(sharpness.gradient_norm(model, batches, measure=name))
     if which not in VARIED:
         return found
     exact = sharpness.get_measure("geodesic-mix", geodesic="exact")

@@ -118,18 +118,29 @@ def prepared(model, optimizer):
     return model, optimizer
 
 
+def halves(way, dtype, size):
+    """In how many halves of the steps two processes train, or four.
+
+    These go on with what two have trained anyway, and in single precision with other ways of sharding.
+    """
+    if way == "root" and size == 4:
+        return 2 if dtype == torch.float64 else 0
+    return 2 if size == 2 else 1
+
+
 def work(folder):
     """Train in every way, and keep the ends; resume what two processes have saved."""
     dist.init_process_group("gloo")
     torch.set_default_dtype(torch.float64)
     rank, size = dist.get_rank(), dist.get_world_size()
     ends = {}
-    for way, kind, dtype in CASES:
+    for way, kind, dtype in (case for case in CASES if halves(case[0], case[2], size)):
         model, optimizer = made(way, dtype, kind, size)
         trained(model, optimizer, way, range(10), rank, size)
         saved = {"model": weights(model), "optimizer": optimizer.state_dict()}
         numbers = sum(v.numel() for s in optimizer._stacks for v in s.state.values())
-        trained(model, optimizer, way, range(10), rank, size)
+        if halves(way, dtype, size) == 2:
+            trained(model, optimizer, way, range(10), rank, size)
         ends[way, kind, dtype] = weights(model), numbers
         file = f"{folder}/{way}-{kind}-{dtype}.pt"
         if size == 2:

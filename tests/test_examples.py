@@ -128,7 +128,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "MOVES", {kind: demo.MOVES[kind] for kind in ("heads", "gain")})
     out = tmp_path / "picture.png"
     assert cli.main(["demo", "--seed", "1", "--out", str(out), "--quiet"]) == 0
-    assert "gains of LayerNorms" in capsys.readouterr().out
+    assert "LayerNorm gains" in capsys.readouterr().out
     assert out.read_bytes().startswith(b"\x89PNG")
     found = json.loads(out.with_suffix(".json").read_text())
     assert found["test_accuracy"] > 0.7  # of ten classes, after a quarter of the training: .83 to .89 over seeds

@@ -50,3 +50,4 @@ def test_everything_that_pages_need_is_shipped_with_them():
     assert conf["mathjax_path"] in shipped
     for name in conf["html_css_files"]:
         assert (ROOT / "docs" / "static" / name).is_file()
+    assert "tables" in conf["exclude_patterns"]  # a search finds the page that shows a table

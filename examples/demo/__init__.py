@@ -23,17 +23,17 @@ from sharpness.plots import COLOURS, MARKERS, figure
 #: The measures and their radii.
 RADII = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv": 0.1}
 
-#: Moves that leave the network's probabilities unchanged: the kind of symmetry, the size of the move, and its label.
+#: Reparametrisations that leave the network's probabilities unchanged: their kind, their size, and their label.
 MOVES = {
-    "heads": (1.0, "attention heads, GL(h)"),
-    "gain": (1.0, "gains of LayerNorms, against the next columns"),
-    "shift": (1.0, "shifts of LayerNorms, against the next biases"),
-    "reader": (0.1, "null directions of layers after LayerNorms"),
-    "writer": (0.1, "null directions of layers before LayerNorms"),
-    "key bias": (1.0, "biases of the keys"),
-    "value bias": (1.0, "biases of values and outputs"),
-    "embeddings": (1.0, "embeddings that are added to each other"),
-    "classes": (0.1, "a constant added to the scores of all classes"),
+    "heads": (1.0, "invertible matrices in heads"),
+    "gain": (1.0, "LayerNorm gains and next weights"),
+    "shift": (1.0, "LayerNorm shifts and next biases"),
+    "reader": (0.1, "null directions after LayerNorms"),
+    "writer": (0.1, "null directions before LayerNorms"),
+    "key bias": (1.0, "key biases"),
+    "value bias": (1.0, "value biases and output biases"),
+    "embeddings": (1.0, "embeddings that are added"),
+    "classes": (0.1, "a constant in all scores"),
     "rotation": (1.0, "rotation of the residual stream"),
 }
 
@@ -100,10 +100,31 @@ def _log_probabilities(model: nn.Module, images: Tensor) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool = True) -> None:
-    """Train, measure, move along every symmetry, and measure again; print a table, draw a figure and write JSON.
+def times(factor: float) -> str:
+    """Write a factor in three digits at most: 0.98× or 41×."""
+    return f"{factor:.0f}×" if factor >= 9.995 else f"{factor:.2f}×"
 
-    The seed is that of the split of the data, of the training and of the moves.
+
+def draw(factors: Any, out: Path) -> None:
+    """Draw a row for each reparametrisation, and in it the factor of every measure (a column of the table)."""
+    with figure(out, (8.5, 5.2)) as (_, ((axes,),)):
+        axes.axvline(1, color="0.7", linewidth=1, zorder=0)
+        for name, values in factors.items():
+            style = {"linestyle": "", "color": COLOURS[name], "marker": MARKERS[name], "markersize": 9}
+            axes.plot(values, factors.index, label=name, **style)
+        axes.set_title("Ten reparametrisations of one network: the same function, other weights", x=0.3)
+        axes.set(xscale="log", xlabel="sharpness, relative to the original network")
+        axes.tick_params(axis="y", labelsize="small")
+        axes.invert_yaxis()
+        axes.legend(loc="center right")
+        axes.set_xticks([0.5, 1, 2, 5, 10, 20, 40], ["0.5×", "1×", "2×", "5×", "10×", "20×", "40×"])
+        axes.set_xticks([], minor=True)
+
+
+def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool = True) -> None:
+    """Train, measure, reparametrise in ten ways, and measure again; print a table, draw a figure and write JSON.
+
+    The seed is that of the split of the data, of the training and of the reparametrisations.
     """
     with require_extra("the demo needs matplotlib and pandas", "demo"):
         import matplotlib  # noqa: F401
@@ -136,22 +157,11 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
             shown.update()
     table = pd.DataFrame(rows).set_index("move")
     factors = (table / table.iloc[0])[1:].rename({kind: label for kind, (_, label) in MOVES.items()})
-    print(f"sharpness\n{table[:1].to_string(index_names=False)}")
-    print("\ntimes as sharp, with the same probabilities, after a move of")
-    print(factors.to_string(index_names=False, float_format="{:.4f}".format))
+    print(table[:1].rename({"the network": "sharpness"}).to_string(index_names=False, float_format="{:.2f}".format))
+    print("\ntimes as sharp, with the same probabilities, after a reparametrisation of")
+    print(factors.to_string(index_names=False, float_format=times))
     print(f"\nlargest change of a log-probability {change:.0e}")
-    with figure(out, (8.5, 5.2)) as (_, ((axes,),)):
-        for name, values in factors.items():
-            style = {"linestyle": "", "color": COLOURS[name], "marker": MARKERS[name], "markersize": 9}
-            axes.plot(values, factors.index, label=name, **style)
-        title = "The same function, other weights"
-        axes.set(xscale="log", xlabel="sharpness, relative to the network itself", title=title)
-        axes.tick_params(axis="y", labelsize="small")
-        axes.invert_yaxis()
-        axes.axvline(1, color="0.7", linewidth=1, zorder=0)
-        axes.legend()
-        axes.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
-        axes.set_xticks([], minor=True)
+    draw(factors, out)
     accuracies = {"train_accuracy": right, "test_accuracy": right_in_test}
     write_json(numbers, {**accuracies, "output_change": change, "rows": rows})
     print(f"the picture is in {out}, the numbers in {numbers}")

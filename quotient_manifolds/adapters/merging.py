@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ..linalg import in_double
 from ..manifold import MANIFOLDS
-from ..means import ConvergenceError
-from .folders import CONFIG, WEIGHTS, Adapter, module_of, new_folder, parameters, read, write_tensors
-from .products import Method, balanced, present, product_svd
+from .folders import CONFIG, Adapter, module_of, new_folder, parameters, read, write_tensors
+from .products import Factors, Method, balanced, present, product_svd
 
 Path = str | os.PathLike[str]
 #: Options that say which layers are adapted, and those in which adapters that are merged have to agree.
@@ -48,9 +47,11 @@ def merge(
     Parameters
     ----------
     adapters : sequence of path
-        Folders that peft saved: ``adapter_config.json`` and ``adapter_model.safetensors``.
+        Folders that peft saved, with ``adapter_config.json`` and ``adapter_model.safetensors``; or single files with
+        the names of kohya's scripts or of diffusers, all of one kind.
     out : path
-        Folder to create; an existing one has to be empty. It appears when it is complete.
+        Folder to create; an existing one has to be empty. It appears when it is complete. What is made of single files
+        has the name and the keys of the first.
     weights : sequence of float, optional
         One for each adapter, of any sign. By default all are 1/k, so that the sum is a mean, and 1 for ``"ties"``,
         which takes a mean by itself.
@@ -63,9 +64,9 @@ def merge(
         The sum; of what is left when small entries are trimmed and a sign is elected (TIES, Yadav et al. 2023); or when
         entries are dropped by chance, the others enlarged (DARE, Yu et al. 2024). Or the Fréchet mean on the quotient
         in a metric, for equal layers and ranks and weights that are not negative, which are divided by their sum.
-    space : {"core", "knots", "full"}
+    space : {"core", "knots"}
         In which coordinates TIES and DARE take entries: common bases of all B and all A (Core Space, Panariello et al.
-        2025), of all products side by side (KnOTS, Stoica et al. 2025), or the products' own, which costs their size.
+        2025), or of all products side by side (KnOTS, Stoica et al. 2025).
     density, seed : float and int
         Share of the entries that TIES and DARE keep, and seed of DARE.
 
@@ -94,17 +95,19 @@ def merge(
     '0.500'
     >>> folder.cleanup()
     """
-    parents = [read(folder) for folder in adapters]
+    parents = [read(place) for place in adapters]
     how = Method(method, space, density, torch.Generator().manual_seed(seed))
-    _check_size(rank, energy)
-    given = _given(parents, weights, method)
-    ranks = dict[str, int]()
+    if (rank is not None and rank < 1) or (energy is not None and not 0 < energy <= 1):
+        raise ValueError(f"rank is at least 1, energy a share above 0 and at most 1, got {rank} and {energy}")
+    weighted, ranks = list(zip(parents, _checked_weights(parents, weights, method), strict=True)), dict[str, int]()
+    _check_alike(weighted, method)
     with new_folder(out) as folder:
-        write_tensors(
-            folder / WEIGHTS, _tensors(list(zip(parents, given, strict=True)), how, ranks, rank, energy or 1.0)
-        )
-        (folder / CONFIG).write_text(json.dumps(_config(parents, ranks), indent=2, sort_keys=True) + "\n")
-        (folder / "README.md").write_text(_card(parents, given, method))
+        write_tensors(folder / parents[0].weights.name, _tensors(weighted, how, ranks, rank, energy or 1.0))
+        if config := _config(parents, ranks):
+            (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        base = json.dumps(parents[0].config.get("base_model_name_or_path") or "")
+        card = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nMerged by quotient-lora, method {method}, from\n\n"
+        (folder / "README.md").write_text(card + "".join(f"- {w:g} × {p.place}\n" for p, w in weighted))
 
 
 def resize(adapter: Path, out: Path, *, rank: int | None = None, energy: float | None = None) -> None:
@@ -164,20 +167,20 @@ def balance(adapter: Path, out: Path) -> None:
     parent = read(adapter)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for layer, keys in parent.layers.items():
-            U, sigma, V = product_svd(*parent.factors(layer, scaled=False))
-            root, r = sigma.sqrt().unsqueeze(-2), parent.rank_and_scale(layer)[0]
-            full = sigma.shape[-1] == r and bool(present(sigma).all())
+        for layer in parent.layers:
+            U, sigma, V = product_svd(*parent.factors(layer))
+            root = sigma.sqrt().unsqueeze(-2)
+            full = sigma.shape[-1] == parent.rank_and_scale(layer)[0] and bool(present(sigma).all())
             new = parent.packed(layer, U * root, V * root) if full else {}
-            for key in keys.values():
+            for key in parent.layers[layer].values():
                 own = parent.tensor(key)
-                yield key, new[key].to(own.dtype) if key in new else own
-        for key in parent.others:
-            yield key, parent.tensor(key)
+                yield key, new.get(key, own).to(own.dtype)
+        yield from ((key, parent.tensor(key)) for key in parent.others)
 
     with new_folder(out) as folder:
-        write_tensors(folder / WEIGHTS, tensors())
-        (folder / CONFIG).write_text((parent.folder / CONFIG).read_text())
+        write_tensors(folder / parent.weights.name, tensors())
+        if parent.config:
+            (folder / CONFIG).write_text((parent.place / CONFIG).read_text())
 
 
 def compare(one: Path, other: Path) -> dict[str, Any]:
@@ -192,8 +195,8 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
     -------
     dict
         ``"layers"``: for each its ``"rank"``, ``"norm"`` and ``"singular_values"``, a pair each (0 and none for a layer
-        that one lacks), and ``"distance"``, :math:`\|X - Y\|` divided by the larger norm. ``"config"``: options that
-        differ. ``"tensors"``: names of those outside products that do.
+        that one lacks), and ``"distance"``, :math:`\|X - Y\|` divided by the larger norm. ``"differs"``: options
+        with their two values, and tensors outside products with their two norms, where they are not the same.
 
     Examples
     --------
@@ -209,27 +212,28 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
     >>> folder.cleanup()
     """
     both = [read(one), read(other)]
-    found: dict[str, Any] = {"layers": {}, "config": {}, "tensors": []}
+    found: dict[str, Any] = {"layers": {}, "differs": {}}
     for layer in _layers(both):
-        factors = [p.factors(layer) for p in both if layer in p.layers]
-        _check_shapes(both, layer, factors)
-        sigmas = iter([product_svd(*of)[1] for of in factors])
-        values = [next(sigmas) if layer in p.layers else factors[0][0].new_zeros(1, 0) for p in both]
-        minus = [(-G if i else G, H) for i, (G, H) in enumerate(factors)]
-        apart = product_svd(*(torch.cat(side, -1) for side in zip(*minus, strict=True)))[1].norm()
-        norms = [v.norm() for v in values]
+        parts = _factors([p for p in both if layer in p.layers], layer)
+        sigmas = iter([product_svd(*part)[1] for part in parts])
+        values = [next(sigmas) if layer in p.layers else parts[0][0].new_zeros(1, 0) for p in both]
+        signed = [(-G if i else G, H) for i, (G, H) in enumerate(parts)]
+        apart = product_svd(*(torch.cat(side, -1) for side in zip(*signed, strict=True)))[1].norm()
+        norms = [float(v.norm()) for v in values]
         found["layers"][module_of(layer)] = {
             "rank": [int(present(v).sum(-1).max()) for v in values],
-            "norm": [float(v) for v in norms],
-            "distance": float(apart / max(norms)) if max(norms) > 0 else 0.0,
+            "norm": norms,
+            "distance": float(apart) / max(norms) if max(norms) > 0 else 0.0,
             "singular_values": [v.flatten().tolist() for v in values],
         }
-    for key in sorted({key for p in both for key in p.config}):
-        if both[0].config.get(key) != both[1].config.get(key):
-            found["config"][key] = [p.config.get(key) for p in both]
+    configs = [p.config for p in both]
+    for key in sorted({key for c in configs for key in c}):
+        if configs[0].get(key) != configs[1].get(key):
+            found["differs"][key] = [c.get(key) for c in configs]
     for key in sorted({key for p in both for key in p.others}):
-        if both[0].forms.get(key) != both[1].forms.get(key) or not torch.equal(*(p.tensor(key) for p in both)):
-            found["tensors"].append(key)
+        tensors = [p.tensor(key) if key in p.others else torch.zeros(0) for p in both]
+        if not torch.equal(*tensors):
+            found["differs"][key] = [float(t.double().norm()) for t in tensors]
     return found
 
 
@@ -240,28 +244,29 @@ def _tensors(
     biased = any(p.config.get("lora_bias") for p, _ in parents)
     for layer in _layers(p for p, _ in parents):
         own = [(p, w) for p, w in parents if layer in p.layers]
-        first, weights, factors = own[0][0], [w for _, w in own], [p.factors(layer) for p, _ in own]
-        _check_shapes([p for p, _ in own], layer, factors)
-        if how.name in MANIFOLDS and len(own) < len(parents):
-            raise ValueError(f"{module_of(layer)} is not in all adapters: a product of 0 has no place on the quotient")
+        holders, weights = [p for p, _ in own], [w for _, w in own]
+        parts = _factors(holders, layer)
         try:
-            G, H = how.factors(factors, weights)
-        except ValueError as error:
-            raise ValueError(f"{module_of(layer)}: {error}") from error
-        except ConvergenceError as error:
-            raise ConvergenceError(f"{module_of(layer)}: {error}", error.residual) from error
-        total = sum(H.shape[-1] for _, H in factors)
+            if how.name in MANIFOLDS and len(own) < len(parents):
+                raise ValueError("it is not in all adapters, and a product of 0 has no place on the quotient")
+            G, H = how.factors(parts, weights)
+        except (ValueError, ArithmeticError) as error:
+            error.args = (f"{module_of(layer)}: {error}", *error.args[1:])
+            raise
+        del parts  # as large as what follows
+        first, total = holders[0], sum(p.rank_and_scale(layer)[0] for p in holders)
         # The experts of a module share a rank with its other parameters, which the file does not name.
         G, H = balanced(G, H, min(rank or total, total), energy, whole=bool(parameters(layer, first.config)))
         ranks[layer] = G.shape[-1]
-        dtype = reduce(torch.promote_types, [p.forms[p.layers[layer]["A"]][1] for p, _ in own])
-        for key, t in first.packed(layer, G, H).items():
-            yield key, t.to(dtype)
+        dtype = reduce(torch.promote_types, [p.tensor(p.layers[layer]["A"]).dtype for p in holders])
+        yield from ((key, t.to(dtype)) for key, t in first.packed(layer, G, H).items())
+        if "alpha" in first.layers[layer]:
+            yield first.layers[layer]["alpha"], torch.tensor(float(ranks[layer]))
         if biased and not first.layers[layer]["B"].endswith("embedding_B"):
             # peft multiplies the bias of B by the scale, too.
             key, absent = f"{layer}.lora_B.bias", G.new_zeros(G.shape[-2])
             biases = [
-                p.rank_and_scale(layer)[1] * in_double(p.tensor(key)) if key in p.others else absent for p, _ in own
+                p.rank_and_scale(layer)[1] * in_double(p.tensor(key)) if key in p.others else absent for p in holders
             ]
             yield key, how.array(biases, weights).to(dtype)
     for key in sorted({key for p, _ in parents for key in p.others if not key.endswith(".lora_B.bias")}):
@@ -272,72 +277,56 @@ def _mean_of_others(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
     """Return the mean of what is no product, over the adapters that have it."""
     if not own:
         raise ValueError(f"{key} is no product: it is averaged by weights above 0, and no adapter that has it has one")
-    first, total = own[0][0].tensor(key), sum(w for _, w in own)
-    if any(p.forms[key][0] != [*first.shape] for p, _ in own):
-        shapes = " and ".join(f"{tuple(p.forms[key][0])} in {p.folder}" for p, _ in own)
-        raise ValueError(f"{key} has no mean, for its shapes are {shapes}")
-    if first.is_floating_point():
-        mean = torch.zeros_like(first, dtype=torch.float64)
-        for p, w in own:
-            mean.add_(p.tensor(key), alpha=w / total)
-        return mean.to(reduce(torch.promote_types, [p.forms[key][1] for p, _ in own]))
-    if any(not torch.equal(p.tensor(key), first) for p, _ in own):
-        raise ValueError(f"{key} has no mean: its numbers are of {first.dtype}, and differ between the adapters")
-    return first
+    shapes, total = [tuple(p.tensor(key).shape) for p, _ in own], sum(w for _, w in own)
+    if len(set(shapes)) > 1:
+        raise ValueError(f"{key} has no mean, for its shapes are {shapes} in {[str(p.place) for p, _ in own]}")
+    mean = torch.zeros(shapes[0], dtype=torch.float64)
+    for p, w in own:
+        mean.add_(p.tensor(key), alpha=w / total)
+    dtype = reduce(torch.promote_types, [p.tensor(key).dtype for p, _ in own])
+    return (mean if dtype.is_floating_point else mean.round()).to(dtype)
 
 
 def _layers(parents: Iterable[Adapter]) -> list[str]:
     return sorted({layer for p in parents for layer in p.layers})
 
 
-def _check_shapes(parents: list[Adapter], layer: str, factors: list[tuple[Tensor, Tensor]]) -> None:
-    """Raise if one layer has other widths in one adapter than in another."""
-    shapes = [(len(G), G.shape[-2], H.shape[-2]) for G, H in factors]
+def _factors(parents: list[Adapter], layer: str) -> list[Factors]:
+    """Read s B and Aᵀ of a layer from each adapter that has it, or raise if its widths differ."""
+    found = [(p.rank_and_scale(layer)[1] * G, H) for p in parents for G, H in [p.factors(layer)]]
+    shapes = [(len(G), G.shape[-2], H.shape[-2]) for G, H in found]
     if len(set(shapes)) > 1:
         raise ValueError(
-            f"{module_of(layer)} has experts, outputs and inputs {shapes} in {[str(p.folder) for p in parents]}"
+            f"{module_of(layer)} has experts, outputs and inputs {shapes} in {[str(p.place) for p in parents]}"
         )
+    return found
 
 
-def _check_size(rank: int | None, energy: float | None) -> None:
-    if (rank is not None and rank < 1) or (energy is not None and not 0 < energy <= 1):
-        raise ValueError(f"rank is at least 1, energy a share above 0 and at most 1, got {rank} and {energy}")
-
-
-def _given(parents: list[Adapter], weights: Sequence[float] | None, method: str) -> list[float]:
+def _checked_weights(parents: list[Adapter], weights: Sequence[float] | None, method: str) -> list[float]:
     """Return the weights of a merge, or raise."""
     given = [1.0 if method == "ties" else 1 / len(parents) for _ in parents] if weights is None else [*weights]
     if not parents or len(given) != len(parents) or not all(map(math.isfinite, given)):
         raise ValueError(f"{len(parents)} adapters need as many weights, finite, got {given}")
-    if method in MANIFOLDS:
-        if min(given) < 0 or sum(given) <= 0:
-            raise ValueError(f"a mean on the quotient needs weights that are not negative, not all zero, got {given}")
-        given = [w / sum(given) for w in given]
-    _check_alike(parents, given, method)
-    return given
+    if method in MANIFOLDS and (min(given) < 0 or sum(given) <= 0):
+        raise ValueError(f"a mean on the quotient needs weights that are not negative, not all zero, got {given}")
+    return [w / sum(given) for w in given] if method in MANIFOLDS else given
 
 
-def _card(parents: list[Adapter], weights: list[float], method: str) -> str:
-    """Return the README.md of a merged adapter, which says what it is made of."""
-    base = json.dumps(parents[0].config.get("base_model_name_or_path") or "")
-    shares = "\n".join(f"- {w:g} × {p.folder}" for p, w in zip(parents, weights, strict=True))
-    start = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\n"
-    return f"{start}Merged by quotient-lora, method {method}, from\n\n{shares}\n"
-
-
-def _check_alike(parents: list[Adapter], weights: list[float], method: str) -> None:
+def _check_alike(parents: list[tuple[Adapter, float]], method: str) -> None:
     """Raise if adapters cannot be merged, and warn if they name different models."""
-    first = parents[0]
-    for p in parents[1:]:
+    (first, *rest), weights = zip(*parents, strict=True)
+    for p in rest:
         for option in _COMMON:
             if (first.config.get(option) or None) != (p.config.get(option) or None):
-                raise ValueError(f"{first.folder} and {p.folder} differ in {option}, so they cannot be merged")
+                raise ValueError(f"{first.place} and {p.place} differ in {option}, so they cannot be merged")
+        if first.names != p.names:
+            raise ValueError(f"{first.place} and {p.place} are of different formats, in which layers have other names")
         bases = [of.config.get("base_model_name_or_path") for of in (first, p)]
         if bases[0] != bases[1]:
-            warnings.warn(f"{first.folder} is of the model {bases[0]!r}, {p.folder} of {bases[1]!r}", stacklevel=4)
-    magnitudes = [{k for k in p.others if "lora_magnitude_vector" in k} for p in parents]
+            warnings.warn(f"{first.place} is of the model {bases[0]!r}, {p.place} of {bases[1]!r}", stacklevel=3)
+    magnitudes = [{key for key in p.others if "lora_magnitude_vector" in key} for p in (first, *rest)]
     is_mean = method not in ("ties", "dare") and min(weights) >= 0 and abs(sum(weights) - 1) < 1e-6
-    if any(magnitudes) and len(parents) > 1 and not (is_mean and all(m == magnitudes[0] for m in magnitudes)):
+    if any(magnitudes) and rest and not (is_mean and all(m == magnitudes[0] for m in magnitudes)):
         raise ValueError(
             "DoRA divides by the norm of the adapted weight, so that of several adapters only a mean is defined: all "
             "have DoRA in the same layers, and weights are not negative and have the sum 1"
@@ -356,6 +345,5 @@ def _config(parents: list[Adapter], ranks: dict[str, int]) -> dict[str, Any]:
     if any(c.get(name) != configs[0].get(name) for c in configs for name in _SELECTION):
         paths = sorted(module_of(layer) for layer in ranks if not parameters(layer, configs[0]))
         new |= {**dict.fromkeys(_SELECTION), "target_modules": paths}
-    return configs[0] | {
-        k: v for k, v in new.items() if v or k in configs[0]
-    }  # older versions of peft know fewer options
+    # Older versions of peft know fewer options.
+    return configs[0] and configs[0] | {k: v for k, v in new.items() if v or k in configs[0]}

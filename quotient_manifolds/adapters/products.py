@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..manifold import MANIFOLDS
-from ..means import ConvergenceError, frechet_mean
+from ..means import frechet_mean
 
 #: Factors of a layer, G (experts, n, r) and H (experts, m, r).
 Factors = tuple[Tensor, Tensor]
@@ -65,34 +65,28 @@ class Method:
     generator: torch.Generator
 
     def __post_init__(self) -> None:
-        choices = ("method", self.name, ["sum", "ties", "dare", *MANIFOLDS]), ("space", self.space, [*_SPACES])
-        for what, value, known in choices:
-            if value not in known:
-                raise ValueError(f"{what} must be one of {', '.join(known)}, got {value!r}")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density is a share above 0 and at most 1, got {self.density}")
+        known = self.name in ("sum", "ties", "dare", *MANIFOLDS) and self.space in ("core", "knots")
+        if not (known and 0 < self.density <= 1):
+            raise ValueError(
+                "method must be one of sum, ties, dare, inv, mix, space core or knots, density above 0 and at most 1, "
+                f"got {self.name!r}, {self.space!r} and {self.density}"
+            )
 
     def factors(self, parts: Sequence[Factors], weights: Sequence[float]) -> Factors:
         """Return factors of the merged product."""
         if self.name in MANIFOLDS:
             return _quotient_mean(self.name, parts, weights)
         if self.name == "sum":
-            scaled = [w * G for w, (G, _) in zip(weights, parts, strict=True)]
-            return torch.cat(scaled, -1), torch.cat([H for _, H in parts], -1)
-        found = [product_svd(*part) for part in parts]
-        U, V = (
-            None if power is None else _basis([X * s.pow(power).unsqueeze(-2) for X, s in sides])
-            for power, sides in zip(
-                _SPACES[self.space], ([f[:2] for f in found], [(f[2], f[1]) for f in found]), strict=True
+            return (
+                torch.cat([w * G for w, (G, _) in zip(weights, parts, strict=True)], -1),
+                torch.cat([H for _, H in parts], -1),
             )
-        )
-        entries = []
-        for one, s, other in found:
-            rows, columns = one if U is None else U.mT @ one, other if V is None else V.mT @ other
-            entries.append((rows * s.unsqueeze(-2)) @ columns.mT)
-        merged = self.array(entries, weights)
-        G = merged if U is None else U @ merged
-        return G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device).expand(len(G), -1, -1) if V is None else V
+        found, core = [product_svd(*part) for part in parts], self.space == "core"
+        rows = _basis([U * s.pow(0.5 if core else 1).unsqueeze(-2) for U, s, _ in found])
+        columns = _basis([V * s.sqrt().unsqueeze(-2) for _, s, V in found]) if core else None
+        entries = [(rows.mT @ U * s.unsqueeze(-2)) @ (V if columns is None else columns.mT @ V).mT for U, s, V in found]
+        merged = self.array(entries, weights).mT
+        return rows, merged if columns is None else columns @ merged
 
     def array(self, arrays: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Return the sum of arrays with weights, or what TIES and DARE make of it."""
@@ -110,10 +104,6 @@ class Method:
         return (w * stacked * elected).sum(0) / elected.sum(0).clamp_min(1)
 
 
-#: Powers of the singular values by which bases of outputs and inputs weigh those of each product; None: no basis.
-_SPACES = {"core": (0.5, 0.5), "knots": (1.0, None), "full": (None, None)}
-
-
 def _basis(parts: Sequence[Tensor]) -> Tensor:
     """Return the left singular vectors of matrices side by side; 0 where they have no more."""
     U, sigma, _ = torch.linalg.svd(torch.cat([*parts], -1), full_matrices=False)
@@ -128,10 +118,5 @@ def _quotient_mean(metric: str, parts: Sequence[Factors], weights: Sequence[floa
     if ranks[0] > min(n, m) or not all(bool(present(product_svd(*part)[1]).all()) for part in parts):
         raise ValueError("a product that lacks full rank, as at B = 0, has no place on the quotient")
     points = torch.stack([torch.cat(part, -2) for part in parts])
-    try:
-        mean = frechet_mean(MANIFOLDS[metric](n, m), points, points.new_tensor(weights)).point
-    except ConvergenceError as error:
-        raise ConvergenceError(
-            f"no mean was found ({metric}): the products are too far apart", error.residual
-        ) from error
+    mean = frechet_mean(MANIFOLDS[metric](n, m), points, points.new_tensor(weights)).point
     return mean[..., :n, :], mean[..., n:, :]

@@ -54,5 +54,5 @@ def __getattr__(name: str) -> Any:
     for file in (".attention", ".registry", ".discovery", ".parameters", "..compare") if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):
-            return getattr(module, name)
+            return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

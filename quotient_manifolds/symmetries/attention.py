@@ -176,7 +176,7 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
     Of values and outputs (``"vo"``) the second projection leads out of head space.
     """
     size, turned = heads.size, heads.rotary_size if heads.group in PLANES else 0
-    reason = heads.reason or one.obstacle(heads.examined) or two.obstacle(heads.examined)
+    obstacle = one.obstacle(heads.examined) or two.obstacle(heads.examined)
     parts: list[tuple[str, GL, int, int, str | None]] = []
     if turned:
         planes = GL(turned // 2, diagonal=True, field="complex")
@@ -186,11 +186,14 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
         parts.append(("", GL(size - turned, diagonal=diagonal, positive=positive), turned, size - turned, None))
     for i in range(heads.number):
         j = i * heads.kv_number // heads.number
-        if reason:
-            yield SymmetricPair(name, kind, None, head=i, reason=reason)
+        if obstacle:
+            yield SymmetricPair(name, kind, None, head=i, reason=heads.reason or obstacle)
             continue
         G = one.input_blocks(j if kind == "vo" else i, size)
         H = two.output_blocks(i, size) if kind == "vo" else two.input_blocks(j, size)
+        if heads.reason:
+            yield SymmetricPair(name, kind, None, G, H, i, reason=heads.reason)
+            continue
         null = tuple(starmap(block, two.bias_rows(j, size) if kind == "qk" and heads.key_bias_null else ()))
         for part, group, start, count, rotary in parts:
             if {b.key for b in G} & {b.key for b in H}:
@@ -202,7 +205,7 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
 
 
 def attention_pairs(
-    name: str, heads: Heads, *, q: Projection, k: Projection, v: Projection, o: Projection, values: Heads | None = None
+    name: str, heads: Heads, *, q: Projection, k: Projection, v: Projection, o: Projection
 ) -> list[SymmetricPair]:
     r"""List the Q–K and V–O pairs of a multi-head attention layer, one of each per query head.
 
@@ -217,8 +220,6 @@ def attention_pairs(
         Number of heads and, if it is not clear from the projections, their size; RoPE.
     q, k, v, o : Projection
         Location of the weights.
-    values : Heads, optional
-        The heads of V–O, if they differ in more than RoPE: another size, or a reason why there is no symmetry.
 
     Returns
     -------
@@ -242,7 +243,6 @@ def attention_pairs(
     """
     size = heads.size or getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads.number
     qk = replace(heads, size=size, kv_number=heads.kv_number or heads.number)
-    vo = Heads(qk.number, qk.kv_number, size) if values is None else values
-    vo = replace(vo, size=vo.size or size, kv_number=vo.kv_number or vo.number)
+    vo = Heads(qk.number, qk.kv_number, size)
     pairs = [*head_pairs(name, "qk", qk, q, k), *head_pairs(name, "vo", vo, v, o)]
     return sorted(pairs, key=lambda p: p.head or 0)

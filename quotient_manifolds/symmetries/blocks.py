@@ -188,7 +188,6 @@ def block(
     columns: slice = slice(None),
     *,
     transpose: bool = False,
-    rotary: str | None = None,
 ) -> Block:
     """Describe a slice of a parameter as rows of a stack, one column for each of the h dimensions of a head.
 
@@ -201,18 +200,17 @@ def block(
         convolution) all but the first count as one.
     transpose : bool
         The head's dimensions are the rows of the parameter, like the output dimensions of ``nn.Linear``.
-    rotary : {None, "half", "interleaved"}
-        Read pairs of head dimensions as one complex column: (i, i + h/2), or (2i, 2i + 1).
 
     Returns
     -------
     Block
-        Of size (rows, h), or (rows, h/2, 2) with ``rotary``. No copy: it follows the parameter.
+        Of size (rows, h). No copy: it follows the parameter. Of columns that RoPE turns in planes,
+        ``.part(0, h, "half")`` or ``"interleaved"`` makes complex ones, of size (rows, h/2, 2).
 
     Raises
     ------
     ValueError
-        The parameter is a single number, or ``rotary`` has another value, or splits an odd number of columns.
+        The parameter is a single number.
 
     Examples
     --------
@@ -225,7 +223,6 @@ def block(
     ((6, 4), (1, 4))
     """
     check_model(module)
-
     whole = outline(module, attribute)
     if whole.dim() == 0:
         name = f"{attribute} of {type(module).__name__}"
@@ -233,13 +230,7 @@ def block(
     if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
         whole = whole.flatten(1)
     part = whole[None, rows] if whole.dim() == 1 else whole[rows, columns]
-    found = Block.from_view(module, attribute, part.T if transpose and whole.dim() == 2 else part)
-    if rotary is None:
-        return found
-    count = found.size[1]
-    if rotary not in PLANES or count % 2:
-        raise ValueError(f'rotary pairing must be "half" or "interleaved", of pairs of dimensions, got {rotary!r}')
-    return found.part(0, count, rotary)
+    return Block.from_view(module, attribute, part.T if transpose and whole.dim() == 2 else part)
 
 
 def masks(blocks: Iterable[Block]) -> dict[Tensor, Tensor]:

@@ -333,8 +333,6 @@ class Certification:
 
     Attributes
     ----------
-    last : Certificate or None
-        The last gradient's certificate, for the pairs that were open until then; None before the first gradient.
     open : set of SymmetricPair
         The pairs that have had no gradient yet.
     """
@@ -342,13 +340,12 @@ class Certification:
     def __init__(self, found: Iterable[PairStack]) -> None:
         self._stacks = list(found)
         self.open = {p for s in self._stacks for p in s.pairs}
-        self.last: Certificate | None = None
 
     def see(
         self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None, **options: Any
     ) -> Certificate:
         """Check the pairs that are not certified yet with new gradients; options are those of :func:`certify`."""
         self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
-        self.last = certify(self._stacks, gradients, weights=weights, **options)
-        self.open &= set(self.last.unreached)
-        return self.last
+        found = certify(self._stacks, gradients, weights=weights, **options)
+        self.open &= set(found.unreached)
+        return found

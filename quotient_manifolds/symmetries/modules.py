@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-from geoopt import ManifoldParameter
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from .._geoopt import ManifoldParameter
 from ..linalg import has_double
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -311,7 +311,9 @@ def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
             continue
         first, *others = sorted({i, *(home[b.key] for b in p.G + p.H if b.key in home)})
         parts = [found[j] for j in (first, *others)]
-        G, H, null = (_union(getattr(q, name) for q in parts) for name in ("G", "H", "null"))
+        G, H, null = (  # all blocks, each once
+            tuple({b.key: b for q in parts for b in getattr(q, name)}.values()) for name in ("G", "H", "null")
+        )
         home.update((b.key, first) for b in G + H)
         tied = TIED if {b.key for b in G} & {b.key for b in H} else ""
         if reason := next((q.reason for q in parts if q.group is None), tied):
@@ -321,8 +323,3 @@ def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
             del found[j]
         found[first] = replace(parts[0], G=G, H=H, null=null)
     return list(found.values())
-
-
-def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
-    """List all blocks, each once."""
-    return tuple({b.key: b for some in blocks for b in some}.values())

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from geoopt import ManifoldParameter
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .._geoopt import ManifoldParameter
 from ..manifold import MANIFOLDS
 from .discovery import find_symmetric_pairs
 from .modules import check_model

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from geoopt import ManifoldParameter
 from torch import Tensor, nn
 
+from .._geoopt import ManifoldParameter
 from ..manifold import GLQuotient
 from ..rescale import RescaleQuotient
 from .blocks import GL, Block, outline, real_view

@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 
 from reproduction.comparison import compare
+from reproduction.plots import plot_partial
 from reproduction.power import LEVEL, draw
 from reproduction.statistics import kendall
 from reproduction.study import (
@@ -20,8 +21,6 @@ from reproduction.study import (
     differences,
     judged,
     plain_table,
-    plot_partial,
-    plot_radius,
     table,
 )
 from reproduction.tables import verdicts
@@ -50,21 +49,28 @@ def zoo(models=96, seed=0, sign=1.0):
     return rows
 
 
-@pytest.mark.parametrize(("sign", "words"), [(1.0, "yes, +"), (-1.0, "yes, −")])
+def of(found, **where):
+    """Rows of a table with these values."""
+    for column, value in where.items():
+        found = found[found[column] == value]
+    return found
+
+
+@pytest.mark.parametrize(("sign", "words"), [(1.0, "correlated, +"), (-1.0, "correlated, −")])
 def test_what_is_there_is_found_with_its_sign_and_what_is_not_is_not(sign, words):
     rows = zoo(sign=sign)
-    raw = {r.quantity: r.tau for r in compare(rows, "gap") if r.choice in ("ρ", "–")}
+    raw = {r.quantity: r.tau for r in compare(rows, "gap")}
     assert raw["adaptive"].high < 0  # without the training loss it seems to say something
     for target in ("gap", "test-loss"):
         found = verdicts(compare(rows, target, level=LEVEL, resamples=200))
         assert found["geodesic-inv"] == words
-        assert not found["adaptive"].startswith("yes")
-        assert not found["margin"].startswith("yes")
+        assert not found["adaptive"].startswith("correlated")
+        assert not found["margin"].startswith("correlated")
 
 
-def test_nothing_of_size_needs_enough_models():
+def test_negligible_needs_enough_models():
     said = [verdicts(compare(zoo(models, seed=3), "gap", resamples=30))["margin"] for models in (24, 300)]
-    assert said == ["unresolved", "nothing of size"]
+    assert said == ["unresolved", "negligible"]
 
 
 def test_squared_controls():
@@ -89,70 +95,67 @@ def test_squared_controls():
 
 
 def test_a_difference_is_that_of_the_partial_coefficients():
-    lines = differences({"zoo": zoo()}, "gap").splitlines()[2:]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert [row[:3] for row in cells] == [["zoo", "geodesic-inv", f"{at} nats"] for at in (0.1, 0.5)]
-    value, low, _ = (float(x.strip("[],")) for x in cells[0][3].split())
-    taus = {(r.quantity, r.rho): r.partial.value for r in compare(zoo(), "gap", resamples=1) if r.choice == "ρ"}
-    assert value == pytest.approx(taus["geodesic-inv", 0.1] - taus["adaptive", 0.1], abs=0.0051)
-    assert low > 0
+    found = differences({"zoo": zoo()}, "gap")
+    assert found[["target", "collection", "measure", "nats"]].values.tolist() == [
+        ["gap", "zoo", "geodesic-inv", at] for at in (0.1, 0.5)
+    ]
+    taus = {(r.quantity, r.rho): r.partial.value for r in compare(zoo(), "gap", resamples=1) if r.rho}
+    assert found["τ"][0] == pytest.approx(taus["geodesic-inv", 0.1] - taus["adaptive", 0.1])
+    assert found["low"][0] > 0
 
 
 def test_measures_beside_the_distance():
     rows = zoo()
     near = {r["checkpoint"]: -r["sharpness"] for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.3}
     rows = [{**r, "distance": near[r["checkpoint"]]} if r["kind"] == "baselines" else r for r in rows]
-    lines = beside_distance({"vit": rows, "other": [r for r in rows if r.get("measure") != "adaptive"]}).splitlines()
-    cells = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in lines[2:]}
-    assert cells["adaptive"][1] == "no radius"
-    assert cells["adaptive"][0].endswith("; -1.00 [-1.00, -1.00]")
+    found = beside_distance({"vit": rows, "other": [r for r in rows if r.get("measure") != "adaptive"]})
+    assert of(found, collection="other")["measure"].unique().tolist() == ["geodesic-inv"]
+    assert of(found, measure="adaptive", radius=0.3)[["τ", "low", "high"]].values.tolist() == [[-1, -1, -1]]
     fits = [r for r in rows if r["kind"] == "fit"]
     at = {r["checkpoint"]: r["sharpness"] for r in rows if r.get("measure") == "geodesic-inv" and r["rho"] == 0.1}
-    x, y = ([of[f["checkpoint"]] for f in fits] for of in (at, near))
+    x, y = ([by[f["checkpoint"]] for f in fits] for by in (at, near))
     given = [[f[control] for f in fits] for control in ("train_loss", "train_error")]
-    assert cells["geodesic-inv"][0].startswith(f"{kendall(x, y, given=given).value:+.2f} [")
+    own = of(found, collection="vit", measure="geodesic-inv", radius=0.1)
+    assert own["τ"].item() == kendall(x, y, given=given).value
 
 
 def test_how_alike_two_measures_rank_the_models():
     rows = zoo()
-    lines = agreement({"vit": rows}, "geodesic-inv", "adaptive").splitlines()
-    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
-    assert [row[:3] for row in cells[2:]] == [["vit", "96", "0.1, 0.1"], ["vit", "96", "0.3, 0.3"]]
+    found = agreement({"vit": rows}, "geodesic-inv", "adaptive")
+    assert found[["models", "nats"]].values.tolist() == [[96, 0.1]] * 4 + [[96, 0.5]] * 4
     names = ("geodesic-inv", "adaptive")
     at = [[r["sharpness"] for r in rows if r.get("measure") == m and r["rho"] == 0.3] for m in names]
     gap = [r["test_error"] - r["train_error"] for r in rows if r["kind"] == "fit"]
     inv, adaptive = (scipy.stats.kendalltau(v, gap).statistic for v in at)
     own = scipy.stats.kendalltau(*at).statistic
-    found = [float(c.split()[0]) for c in cells[3][3:]]
-    assert found == pytest.approx([own, inv, adaptive, adaptive - inv], abs=0.0051)
-    assert agreement({"vit": rows}, "geodesic-inv", "complete-inv").count("\n") == 2  # which has no radius
+    assert found["τ"][4:].tolist() == pytest.approx([own, inv, adaptive, adaptive - inv])
+    assert agreement({"vit": rows}, "geodesic-inv", "complete-inv").empty  # which has no radius
 
 
 def test_the_tables_and_the_figures(tmp_path):
     zoos = {"vit": zoo(60), "scratch": [r for r in zoo(40, seed=1) if r.get("measure") != "adaptive"]}
     by_target = {target: judged(zoos, target) for target in ("gap", "test-loss")}
-    lines = table(by_target["gap"]).splitlines()
-    assert lines[0] == "| given training loss and error | vit | scratch |"
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["adaptive", "geodesic-inv", "margin"]
-    assert lines[2].endswith("| no radius |")
+    found = table(by_target["gap"])
+    assert found["quantity"].unique().tolist() == ["adaptive", "geodesic-inv", "margin"]
+    assert of(found, collection="scratch", quantity="adaptive")["verdict"].item() == "no radius"
+    assert (of(found, quantity="geodesic-inv")["verdict"] == "correlated, +").all()
     given = ("train_loss", "train_error", "margin")
-    beyond = table(judged(zoos, "gap", given=given), given).splitlines()
-    assert beyond[0] == "| given training loss and error, margin | vit | scratch |"
-    assert [line.split("|")[1].strip() for line in beyond[2:]] == ["adaptive", "geodesic-inv"]
-    assert lines[3].count("**yes, +**") == 2
-    plain = plain_table(by_target).splitlines()
+    beyond = table(judged(zoos, "gap", given=given), given)
+    assert beyond["quantity"].unique().tolist() == ["adaptive", "geodesic-inv"]
     raw = {(r.quantity, r.rho): r.tau.value for r in compare(zoos["vit"], "gap", resamples=1)}
-    assert f"| {raw['adaptive', 0.3]:+.2f} [" in next(x for x in plain if x.startswith("| vit | adaptive | 0.3 |"))
-    plot_partial(by_target, tmp_path / "partial.png")
-    plot_radius(by_target["gap"], "gap", tmp_path / "radius.png")
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("partial.png", "radius.png"))
+    plain = of(plain_table(by_target), target="gap", collection="vit", quantity="adaptive", radius=0.3)
+    assert plain["τ"].item() == raw["adaptive", 0.3]
+    tables = {target: table(zoos) for target, zoos in by_target.items()}
+    plot_partial(tables, tmp_path / "partial.png")
+    plot_partial({"gap": tables["gap"]}, tmp_path / "gap.png", names=["adaptive", "geodesic-inv"])
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("partial.png", "gap.png"))
 
 
 def test_a_measure_that_reaches_one_level_is_unresolved():
     rows = [r for r in zoo() if (r.get("measure"), r.get("rho")) != ("geodesic-inv", 0.3)]
-    line = next(x for x in table(judged({"zoo": rows}, "gap")).splitlines() if x.startswith("| geodesic-inv"))
-    assert "**unresolved, at one level only**" in line
-    assert "at one level" not in table(judged({"zoo": zoo()}, "gap"))
+    said = [of(table(judged({"zoo": r}, "gap")), quantity="geodesic-inv")["verdict"] for r in (rows, zoo())]
+    assert said[0].tolist() == ["unresolved, at one level only"]
+    assert said[1].tolist() == ["correlated, +"] * 2
 
 
 def test_a_quantity_of_few_models_is_not_judged():
@@ -160,7 +163,8 @@ def test_a_quantity_of_few_models_is_not_judged():
     for row in rows:
         if row["kind"] == "baselines" and row["checkpoint"] < "m10":
             del row["margin"]
-    assert "| margin | fewer than nine tenths of the models |" in table(judged({"zoo": rows}, "gap")).splitlines()
+    found = of(table(judged({"zoo": rows}, "gap")), quantity="margin")
+    assert found["verdict"].tolist() == ["fewer than nine tenths of the models"]
 
 
 def test_layers_whose_fit_fails_have_no_alpha(monkeypatch):

@@ -19,16 +19,14 @@ from quotient_manifolds.symmetries import model_distance
 from reproduction import cli, radii, study, zoo
 from reproduction.baselines import distance
 from reproduction.collection import train_collection
-from reproduction.comparison import compare
 from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, radius_of_levels
-from reproduction.tables import formatted
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
 from sharpness import Search
 from sharpness import cli as measuring
 from sharpness.data import DataChoice
 from sharpness.measuring import RadiusError
 from sharpness.models import load, load_state_dict
-from sharpness.study import Checkpoint, Sweep, read_config, read_results, read_rows, run_sweep
+from sharpness.study import Checkpoint, Sweep, read_config, read_rows, run_sweep
 from tests import networks
 from tests.sweeps import repeated
 
@@ -262,12 +260,9 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert "3 models with a test-loss: too few to correlate, which needs 10." in capsys.readouterr().out
     Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)))
     assert measuring.main(["table", "many.jsonl", "--target", "test-loss"]) == 0
-    words = formatted(compare(read_results("many.jsonl"), "test-loss", level=0.985, resamples=50))
     printed = capsys.readouterr().out
     assert "tau given train_loss, train_error" in printed
     assert "critical_sharpness" in printed
-    for name in ("τ given train loss and error", "critical sharpness", "corrected interval"):
-        assert name in words
 
 
 def test_a_radius_that_is_never_reached_or_too_large():

@@ -109,7 +109,7 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep, *, failed: bool = Fa
 
     >>> import tempfile, torch
     >>> from sharpness.data import DataChoice
-    >>> from sharpness.study import Checkpoint, Sweep
+    >>> from sharpness.study import Checkpoint, Sweep, run_sweep
     >>> net = Checkpoint("net", "torch.nn:PReLU")
     >>> with tempfile.TemporaryDirectory() as place:
     ...     torch.save({"x": torch.randn(4, 4), "y": torch.arange(4)}, f"{place}/data.pt")

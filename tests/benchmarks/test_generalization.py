@@ -65,4 +65,4 @@ def test_tables_and_figures_regenerate(study, tmp_path, monkeypatch):
         assert (tmp_path / "tables" / name).read_text() == (ROOT / "docs" / "tables" / name).read_text(), name
     for path in (tmp_path / "images").iterdir():
         assert (ROOT / "docs" / "images" / path.name).is_file(), path.name
-    assert len(list((tmp_path / "images").iterdir())) == 9
+    assert len(list((tmp_path / "images").iterdir())) == 4

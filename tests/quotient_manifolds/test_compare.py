@@ -1,5 +1,6 @@
 import copy
 import math
+from collections import Counter
 
 import peft
 import pytest
@@ -7,8 +8,11 @@ import torch
 from torch import nn
 
 from quotient_manifolds import GLQuotientMix
+from quotient_manifolds.compare import _path
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, model_distance
+from quotient_manifolds.symmetries.whole import Element, apply_random_moves_
 from tests import networks
+from tests.whole_networks import build
 
 
 def encoder(heads=2):
@@ -34,22 +38,39 @@ def test_distances_are_those_of_the_manifold_and_do_not_see_the_symmetry():
     assert table.tolist() == [[d.distance for d in found.pairs if d.kind == "vo"]]
 
 
-def test_permuted_heads_are_matched():
-    one = encoder(3)
-    other = copy.deepcopy(one)
-    attention, order = other.self_attn, torch.tensor([2, 0, 1])
+def test_all_symmetries_are_divided_out():
+    torch.manual_seed(0)
+    one = build("llama")
+    copied = Element.random(one, seed=1).of(one)
+    apply_random_moves_(copied)
+    apply_random_symmetry_(copied)
+    assert model_distance(one, copied).total > 1
+    assert model_distance(one, copied, modulo="all").total < 1e-8
+    other = build("llama", seed=2)
+    found = model_distance(one, other, modulo="all")
+    assert found.total == pytest.approx(model_distance(copied, other, modulo="all").total, rel=0.2)  # minima are local
+    kinds = Counter(p.kind for p in found.pairs)
+    assert kinds == {"qk": 2, "vo": 2, "glu": 2, "vectors": 4}  # words, two gates, classifier
+    assert not found.skipped
+
+
+def test_vectors_by_hand():
+    """In ‖dv‖²/‖v‖² a plane without 0 is a cylinder: its coordinates are the logarithm of the length, and the angle."""
+    a = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    b = torch.tensor([[0.0, 3.0], [2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    assert _path(a, b) == pytest.approx(math.hypot(math.log(3), math.pi / 2), rel=1e-14)
+    assert math.isnan(_path(a, b.flip(0)))
+
+
+def test_a_lone_zero_is_named():
+    one, other = (build("vit", seed) for seed in (1, 2))
     with torch.no_grad():
-        for name in ("in_proj_weight", "in_proj_bias"):
-            w = getattr(attention, name)
-            w.copy_(w.unflatten(0, (3, 3, 4))[:, order].flatten(0, 2))
-        w = attention.out_proj.weight
-        w.copy_(w.unflatten(1, (3, 4))[:, order].flatten(1, 2))
-    batch = torch.randn(2, 5, 12)
-    torch.testing.assert_close(one.eval()(batch), other.eval()(batch))
-    found = model_distance(one, other, match="heads")
-    assert found.total < 1e-5
-    assert [p.other_head for p in found.pairs if p.kind == "qk"] == [1, 2, 0]
-    assert model_distance(one, other).total > 1
+        other.vit.layers[0].mlp.fc2.weight[:, 0] = 0
+    found = model_distance(one, other, modulo="all")
+    name = "vit.layers.0.mlp.fc2.weight"
+    assert list(found.skipped) == [name]
+    assert math.isnan(next(p.distance for p in found.pairs if p.name == name))
+    assert not math.isnan(found.total)
 
 
 def test_models_that_cannot_be_compared():
@@ -57,6 +78,8 @@ def test_models_that_cannot_be_compared():
         model_distance(encoder(2), encoder(3))
     with pytest.raises(ValueError, match='"inv" or "mix"'):
         model_distance(encoder(), encoder(), metric="flat")
+    with pytest.raises(ValueError, match=r"no wiring is known of a TransformerEncoderLayer"):
+        model_distance(encoder(), encoder(), modulo="all")
 
 
 def test_frozen_models_have_the_same_distance():

@@ -399,7 +399,7 @@ def test_experts_are_balanced_and_compared():
     before, other = model(input_ids=ids).logits, copy.deepcopy(model)
     assert len(canonicalize_lora_(model)) == 8
     assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-10)
-    found = model_distance(model, other, match="none")
+    found = model_distance(model, other)
     assert len(found.pairs) == 8
     assert found.total < 1e-6
     assert verify(model, {"input_ids": ids}).ok

@@ -136,7 +136,7 @@ def test_complex_pairs(dtype):
     """Planes that RoPE rotates: one complex number each."""
     torch.manual_seed(0)
     q, k = nn.Linear(6, 4).to(dtype), nn.Linear(6, 4).to(dtype)
-    sides = [[block(m, "weight", transpose=True, rotary="half"), block(m, "bias", rotary="half")] for m in (q, k)]
+    sides = [[b.part(0, 4, "half") for b in (block(m, "weight", transpose=True), block(m, "bias"))] for m in (q, k)]
     p = pair(*sides, GL(2, diagonal=True, field="complex"))
     C = torch.randn(7, 7, dtype=torch.complex128)
 

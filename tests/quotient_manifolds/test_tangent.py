@@ -195,7 +195,7 @@ def test_retraction_is_of_second_order(metric, dtype):
     x = manifold.random(n + m, h, dtype=dtype)
     u = manifold.proju(x, torch.randn(n + m, h, dtype=dtype))
     u = u / manifold.norm(x, u) * (1.0 if metric == "inv" else 0.5)
-    sizes = torch.tensor([0.02, 0.01, 0.005, 0.0025])
+    sizes = torch.tensor([0.02, 0.0025])
 
     exact = [oracle.geodesic(metric, n, x, t * u) for t in sizes]
 

@@ -19,7 +19,7 @@ def trained():
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     batch = networks.images()
-    model = networks.trained_vit()
+    model = networks.train(networks.vit(layers=1), batch)
     twin = copy.deepcopy(model)
     apply_random_symmetry_(twin, 30.0, seed=1)
     return model, twin, batch
@@ -38,8 +38,8 @@ def trained_model(request):
 def trained_small():
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    batch = networks.images()
-    model = networks.train(networks.vit(layers=1, hidden=8), batch, steps=10)
+    batch = networks.tokens(width=4)
+    model = networks.train(networks.shake(networks.TinyAttention(), 0.5), batch, steps=10)
     twin = copy.deepcopy(model)
     apply_random_symmetry_(twin, 30.0, seed=1)
     return model, twin, batch

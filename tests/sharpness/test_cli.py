@@ -17,6 +17,7 @@ import reproduction.cli
 from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, model_distance
 from sharpness import MEASURES, cli, evaluate
 from sharpness.errors import painted
+from sharpness.models import load
 from sharpness.results import REFERENCE
 from tests import command_line, networks, spread, whole_networks
 from tests.command_line import commands
@@ -249,7 +250,7 @@ def test_several_measures_end_in_one_table(capsys, monkeypatch):
         assert row.split()[-5:] == shares
     assert "steps=20" not in printed
     assert cli.main([*arguments[:-1], "--rho", "0.1", "--verbose"]) == 0
-    assert capsys.readouterr().out.count("Search(steps=20, ") == 3
+    assert capsys.readouterr().out.count("Search(steps=20, ") == 2
 
 
 class Guesses(nn.Module):
@@ -385,19 +386,23 @@ def test_two_models_are_compared(tmp_path, capsys):
     """The distance that model_distance computes; none between equivalent ones."""
     torch.set_default_dtype(torch.float32)
     one, two = whole_networks.build("vit").float(), whole_networks.build("vit").float()
-    networks.shake(two)
+    networks.shake(two, 0.08)
+    query = networks.projections(networks.vit_layers(two)[0].attention)[0]
+    query.weight.data[:4], query.bias.data[:4] = 0, 0
     one.save_pretrained(tmp_path / "one")
     two.save_pretrained(tmp_path / "two")
     apply_random_symmetry_(one, 3.0)
     one.save_pretrained(tmp_path / "moved")
-    assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "two"), "--metric", "mix"]) == 0
-    first, head, *rows = capsys.readouterr().out.splitlines()
-    found = model_distance(one, two, metric="mix")
-    assert float(first.split()[1]) == pytest.approx(found.total, rel=1e-3)
-    assert head.split() == ["layer", "qk", "vo"]
-    assert sum(float(v) ** 2 for row in rows if row[0] != "-" for v in row.split()[1:]) == pytest.approx(
-        found.total**2, rel=1e-2
-    )
+    for metric in ("inv", "mix"):  # the first pair has no distance, and no row says nan
+        assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "two"), "--metric", metric]) == 0
+        first, head, *rows = capsys.readouterr().out.splitlines()
+        found = model_distance(*(load(str(tmp_path / name)).model for name in ("one", "two")), metric=metric)
+        assert first.split()[:2] == ["distance", f"{found.total:.4g}"]
+        squares = [float(v) ** 2 for row in rows if row[0] != "-" for v in row.split()[1:]]
+        assert sum(squares) == pytest.approx(sum(p.distance**2 for p in found.pairs if p.distance > 0), rel=1e-2)
+        if metric == "inv":
+            assert head.split() == ["layer", "qk", "vo"]
+            assert sum(squares) > 1
     assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "moved")]) == 0
     assert float(capsys.readouterr().out.split()[1]) < 1e-3
 

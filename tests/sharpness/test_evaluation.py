@@ -177,7 +177,7 @@ def test_first_order_inv_equals_adaptive_for_scalar_pairs():
     def loss(model, batch):
         return F.mse_loss(model(batch[0], batch[0], batch[0], need_weights=False)[0], batch[1])
 
-    options = {"rho": 0.1, "steps": 200, "restarts": 2, "relative_tol": 0}
+    options = {"rho": 0.1, "steps": 200, "restarts": 2, "relative_tol": 1e-10}
     inv = float(
         sharpness.evaluate(
             model, [(x, y)], loss, measure=sharpness.get_measure("geodesic-inv", geodesic="first-order"), **options
@@ -258,7 +258,7 @@ def with_dropout(model, batch):
         ({"loss_fn": lambda m, b: F.cross_entropy(m(b[0]).logits, b[1]) * float("nan")}, "the loss of batch 0 is nan"),
         ({"loss_fn": lambda m, b: m(b[0]).logits}, "must be a scalar"),
         ({"loss_fn": lambda m, b: 1.0}, "must return a scalar tensor"),
-        ({"loss_fn": lambda m, b: torch.tensor(1.0)}, "does not depend on any trainable parameter"),
+        ({"loss_fn": lambda m, b: torch.tensor(1.0)}, "depends on none of the weights that are measured"),
     ],
     ids=lambda v: v.replace(" ", "-") if isinstance(v, str) else next(iter(v)),
 )
@@ -391,13 +391,13 @@ def test_registered_attention_is_measured(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model():
-    model, batch = networks.vit(), networks.images()
+    model, batch = networks.shake(networks.Encoder()), networks.tokens()
     expected = sharpness.evaluate(model, [batch], rho=0.1, steps=3)
     compiled = torch.compile(model, backend="eager")
     result = sharpness.evaluate(compiled, [batch], rho=0.1, steps=3)
     assert float(result) == pytest.approx(float(expected), rel=1e-10)
     with sharpness.perturbed(compiled, expected.direction(0)) as moved, torch.no_grad():
-        loss = float(F.cross_entropy(moved(batch[0]).logits, batch[1]))
+        loss = float(F.cross_entropy(moved(batch[0]), batch[1]))
     assert loss == pytest.approx(expected.batches[0].worst_loss, rel=1e-10)
 
 
@@ -540,21 +540,24 @@ def test_the_sphere_alone_would_fall(monkeypatch):
 
 
 def test_average_case_of_a_quadratic_is_half_the_trace():
-    model = nn.Linear(3, 1, bias=False)
-    H = torch.tensor([[2.0, 0.3, 0.0], [0.3, 1.0, 0.1], [0.0, 0.1, 0.5]])
+    """Around its minimum and in many dimensions, where a sample varies by a tenth or so of the mean."""
+    torch.manual_seed(1)
+    model, draws = nn.Linear(200, 1, bias=False), torch.randn(200, 200)
+    H, start = torch.diag(torch.linspace(1, 2, 200)) + 0.002 * (draws + draws.T), model.weight.detach()[0].clone()
 
     def loss(model, batch):
-        w = model.weight[0]
+        w = model.weight[0] - start
         return 0.5 * w @ H @ w
 
-    options = {"rho": 0.1, "statistic": "average", "num_samples": 4000}
+    options = {"rho": 0.1, "statistic": "average", "num_samples": 200}
     plain = sharpness.evaluate(model, [0], loss, measure="euclidean", **options).batches[0]
     assert plain.value == pytest.approx(0.5 * 0.1**2 * float(H.trace()), abs=4 * plain.std_error)
     w = model.weight.detach()[0]
     scaled = sharpness.evaluate(model, [0], loss, measure="adaptive", **options).batches[0]
     assert scaled.value == pytest.approx(0.5 * 0.1**2 * float(w**2 @ H.diagonal()), abs=4 * scaled.std_error)
-    assert plain.passes == 4001
-    assert len(plain.history) == 4000
+    assert max(plain.std_error / plain.value, scaled.std_error / scaled.value) < 0.02
+    assert plain.passes == 201
+    assert len(plain.history) == 200
 
 
 @pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])

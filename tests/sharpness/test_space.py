@@ -198,7 +198,7 @@ def test_spectrum_is_that_of_the_products(coordinates):
     )
     assert space.spectrum() == (pytest.approx(least, rel=1e-9), 0)
     assert space.num_exited_pairs(space.random(torch.Generator())) == 0
-    assert space.evidence.uncertified() == {p.name for p in space.pairs}
+    assert space.evidence.missing()[0] == {p.name for p in space.pairs}
     assert space.evidence.residuals == {}
 
 

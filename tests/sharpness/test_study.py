@@ -52,7 +52,7 @@ def test_what_is_not_measured_needs_no_radius(place):
         ({"measure": ["adaptive"]}, "unknown field `measure`"),
         ({"measures": ["flat"]}, "unknown measure 'flat'"),
         ({"checkpoints": "nowhere/*"}, r"no checkpoint matches 'nowhere/\*'"),
-        ({"data": {"source": "train.pt", "colour": 1}}, "data has no 'colour'; its entries are source, batch_size"),
+        ({"data": {"source": "train.pt", "colour": 1}}, "data has no 'colour'; its entries are source, text, label"),
         ({"checkpoints": [{"model": "x"}]}, r"missing required field `path` - at `\$\[0\]`"),
         (
             {"ablations": [{"speed": 3}]},

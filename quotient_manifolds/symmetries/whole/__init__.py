@@ -1,24 +1,33 @@
 """All continuous symmetries of a whole network: counted, moved, folded into a canonical form, verified."""
 
 from . import architectures
+from .align import Alignment, Element, align_models
 from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, verify_whole
+from .independence import Independence, independence_test
 from .kinds import Symmetry
 from .layout import affine, norm
+from .units import Move
 from .wiring import Affine, Norm, Site, State, Wiring, neuron_pairs, neurons, register_wiring, wiring_of
 
 __all__ = [
     "Affine",
+    "Alignment",
     "CanonicalForm",
+    "Element",
+    "Independence",
+    "Move",
     "Norm",
     "Site",
     "State",
     "Symmetry",
     "Wiring",
     "affine",
+    "align_models",
     "apply_random_moves_",
     "architectures",
     "canonical_form",
     "canonicalize_",
+    "independence_test",
     "neuron_pairs",
     "neurons",
     "norm",

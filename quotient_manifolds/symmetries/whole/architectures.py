@@ -144,9 +144,16 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
     places = ((model, heads["readers"]), (model, heads["others"]), (base, heads["poolers"]))
     readers = [affine(root, names) for root, names in places if has(root, names)]
     if has(model, heads["norm"]):
-        w.sites.append(Site("head", norm(model, heads["norm"]), (affine(model, heads["decoder"]),)))
+        decoder = affine(model, heads["decoder"])
+        w.sites.append(Site("head", norm(model, heads["norm"]), (decoder,)))
+        if decoder.matrix.tensor is base.get_input_embeddings().weight:
+            w.alike += readers[0].written
+        else:
+            w.closed = False
     if has(model, "pre_classifier"):
-        w.neurons.append(neurons("pre_classifier", "relu", readers[0], affine(model, "classifier")))
+        down = affine(model, "classifier")
+        w.neurons.append(neurons("pre_classifier", "relu", readers[0], down))
+        w.hidden.append(("pre_classifier neurons", (*readers[0].written, down.matrix)))
     for names in (heads["logits"], heads["pairs"]):
         w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
     return readers or [affine(model, "classifier.dense|classifier")]
@@ -155,7 +162,7 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
 def _language(layout: Layout, model: Any, base: Any) -> Wiring:
     if getattr(base.config, "add_cross_attention", False) or has(base, "decoder.project_in"):  # the latter is OPT's
         return Wiring(closed=False)
-    w = Wiring(closed=not layout.post_norm)
+    w = Wiring(closed=not has(base, layout.projection))
     readers = _head(w, model, base)
     if has(base, "embeddings.token_type_embeddings"):
         layout = replace(layout, embeddings=_with_types(w, base))

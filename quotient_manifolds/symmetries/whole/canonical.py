@@ -251,12 +251,7 @@ def apply_random_moves_(
 @torch.inference_mode(False)
 @torch.enable_grad()
 def verify_whole(
-    model: nn.Module,
-    batch: Any,
-    seed: int = 0,
-    *,
-    forward: Forward = default_forward,
-    classes: bool = False,
+    model: nn.Module, batch: Any, seed: int = 0, *, forward: Forward = default_forward, classes: bool = False
 ) -> Certificate:
     """Certify every kind of symmetry of a network, heads, neurons and all others, and move it.
 

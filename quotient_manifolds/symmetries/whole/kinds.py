@@ -272,9 +272,7 @@ def rotation(name: str, w: Wiring, shifts: Sequence[Block]) -> Symmetry:
 
     There is no fold, because the metrics of pairs and of vectors in the stream do not depend on it.
     """
-    vectors = [r.matrix for s in w.sites for r in s.readers] + [b for _, a in w.writers for b in a.written] + [*shifts]
-    vectors += [replace(b, offset=0, size=(b.tensor.numel() // b.size[1], b.size[1])) for _, b in w.tables]
-    vectors = list({b.key: b for b in vectors}.values())
+    vectors = list({b.key: b for b in (*w.vectors, *shifts)}.values())
     d, k = vectors[0].size[1], vectors[0].size[1] - w.centred
 
     def move(state: State, t: Tensor) -> None:

@@ -256,6 +256,14 @@ def _add_sublayer(
     if act:  # a gate's rows may come before the neurons'
         first = readers[-1].matrix.rows - writer.matrix.size[1]
         w.neurons.append(neurons(name, act, affine(layer, choices[k][-1], outputs=slice(first, None)), writer))
+    if s.act:
+        ff = writer.matrix.size[1]
+        into = [
+            affine(layer, n, outputs=slice(start, start + ff))
+            for n, r in zip(choices[k], readers, strict=True)
+            for start in range(0, r.matrix.rows, ff)
+        ]
+        w.hidden.append((f"{name} neurons", (*(b for a in into for b in a.written), writer.matrix)))
     return readers, writer
 
 

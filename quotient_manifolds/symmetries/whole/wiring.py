@@ -175,12 +175,16 @@ class Wiring:
         Layers whose output is added to a stream.
     tables : list of (str, Block)
         Other vectors that are added to a stream, as rows.
+    alike : list of Block
+        Rows whose entries keep the order of the stream's, but not its basis: a tied decoder reads them.
     common : list of (str, Block, tuple of Block)
         Vectors that are always added to each other: each of the first to exactly one of the others.
     scales : list of (str, Block, Affine)
         LayerScale: one number for each output of a writer, (1, d).
     neurons : list of SymmetricPair
         As :func:`neurons` describes them.
+    hidden : list of (str, tuple of Block)
+        All weights of a layer of hidden neurons, gates included, one column a neuron: they may be permuted.
     qk_norms : list of (str, Norm, Norm)
         Norms of queries and keys, under RoPE in halves.
     score_tables : list of (str, tuple of Block)
@@ -190,7 +194,7 @@ class Wiring:
     reads_stream_raw : bool
         A stream is also read without a centring norm.
     closed : bool
-        All layers that read from or write to a stream are listed, so that it can be rotated.
+        All layers that read from or write to a stream are listed, so that it can be rotated, or its entries permuted.
 
     Examples
     --------
@@ -204,9 +208,11 @@ class Wiring:
     sites: list[Site] = field(default_factory=list)
     writers: list[tuple[str, Affine]] = field(default_factory=list)
     tables: list[tuple[str, Block]] = field(default_factory=list)
+    alike: list[Block] = field(default_factory=list)
     common: list[tuple[str, Block, tuple[Block, ...]]] = field(default_factory=list)
     scales: list[tuple[str, Block, Affine]] = field(default_factory=list)
     neurons: list[SymmetricPair] = field(default_factory=list)
+    hidden: list[tuple[str, tuple[Block, ...]]] = field(default_factory=list)
     qk_norms: list[tuple[str, Norm, Norm]] = field(default_factory=list)
     score_tables: list[tuple[str, tuple[Block, ...]]] = field(default_factory=list)
     classifiers: list[tuple[str, Affine]] = field(default_factory=list)
@@ -217,6 +223,12 @@ class Wiring:
     def centred(self) -> bool:
         """Whether nothing depends on the mean over the entries of a vector in the stream."""
         return not self.reads_stream_raw and all(s.norm.centring for s in self.sites)
+
+    @property
+    def vectors(self) -> list[Block]:
+        """The vectors in a stream, as rows: of readers, of writers, and whole tables."""
+        found = [r.matrix for s in self.sites for r in s.readers] + [b for _, a in self.writers for b in a.written]
+        return found + [replace(b, offset=0, size=(b.tensor.numel() // b.size[1], b.size[1])) for _, b in self.tables]
 
     def tied(self) -> set[Tensor]:
         """Find the parameters that are used in several places."""

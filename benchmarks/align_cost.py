@@ -1,0 +1,49 @@
+"""Time and memory of aligning two BERT-base networks (110 million parameters, float32, random weights).
+
+Once the second is independent of the first, once a copy of it after random moves of all kinds.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import torch
+from _common import write
+from logarithm import timed
+from transformers import BertConfig, BertForSequenceClassification
+
+from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries.whole import Element, align_models, apply_random_moves_
+
+
+def peak() -> float:
+    """Return the largest resident set so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    settings = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+    if not settings.items() <= os.environ.items():  # large blocks go back to the system at once
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
+    torch.manual_seed(0)
+    one, other = (BertForSequenceClassification(BertConfig()) for _ in range(2))
+    size = sum(p.numel() * p.element_size() for p in one.parameters())
+    inputs, rows = peak(), []
+    for what in ("independent", "a copy"):
+        if what == "a copy":
+            other = Element.random(one, seed=1).of(one)
+            apply_random_moves_(other)
+            apply_random_symmetry_(other)
+        (_, found), times = timed(lambda other=other: align_models(one, other))
+        rows.append(
+            {"what": what, "parameters": size // 4, **times, "distance": found.distance / found.size}
+            | {"before": found.history[0] ** 0.5 / found.size, "sweeps": len(found.history) - 1}
+            | ({"peak_in_models": (peak() - inputs) / size} if what == "independent" else {})
+        )
+    write("align_cost", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The command quotient-lora: merge LoRA adapters, resize, balance or compare them, as files.
+
+in a shell:
+  quotient-lora merge one two --weights 0.7 0.3 --rank 16 --out merged
+  quotient-lora resize big --energy 0.99 --out small   # the nearest products of smaller rank
+  quotient-lora balance one --out even                 # the same products, with factors of equal size
+  quotient-lora compare one merged                     # layer by layer: ranks, norms, distance
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+#: The commands, with what they ask for.
+_ADAPTERS = {"merge": "adapters", "resize": "adapter", "balance": "adapter", "compare": "one other"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, by default that of the process; an error is one line, with exit code 2."""
+    options = vars(_parser().parse_args(arguments))
+    name, as_json = options.pop("command"), options.pop("json", False)
+    try:
+        from . import adapters  # torch, which --help does not need
+
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", UserWarning)
+            found = getattr(adapters, name)(**options)
+    except (ValueError, OSError, ImportError, ArithmeticError) as error:
+        print(f"quotient-lora: {error}", file=sys.stderr)
+        return 2
+    for warning in told:
+        print(f"quotient-lora: {warning.message}", file=sys.stderr)
+    if found is not None:
+        print(json.dumps(found, indent=1) if as_json else _table(found))
+    return 0
+
+
+def command() -> int:
+    """Run the command line of a process, which removes what it began to write when it is told to end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return main()
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        "quotient-lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(required=True, dest="command")
+    for name, adapters in _ADAPTERS.items():
+        own = commands.add_parser(name)
+        for adapter in adapters.split():
+            own.add_argument(adapter, nargs="+" if name == "merge" else None, help="folder or safetensors file")
+        if name == "compare":
+            own.add_argument("--json", action="store_true", help="print all, with the singular values, as JSON")
+            continue
+        own.add_argument("--out", required=True, help="folder to create")
+        if name != "balance":
+            own.add_argument("--rank", type=int, help="largest rank of a layer")
+            own.add_argument("--energy", type=float, help="share of the squared singular values to keep")
+        if name == "merge":
+            own.add_argument("--weights", nargs="+", type=float, help="one for each adapter (default: a mean)")
+            own.add_argument("--method", choices=("sum", "ties", "dare", "inv", "mix"), default="sum")
+            own.add_argument("--space", choices=("core", "knots"), default="core", help="of TIES and DARE")
+            own.add_argument("--density", type=float, default=0.5, help="share of entries that TIES and DARE keep")
+            own.add_argument("--seed", type=int, default=0, help="of DARE")
+    return top
+
+
+def _table(found: dict[str, Any]) -> str:
+    width = max(len(name) for name in found["layers"])
+    lines = [f"{'layer':<{width}}  {'ranks':<9} {'norms':<21} distance"]
+    for name, at in found["layers"].items():
+        (a, b), (x, y) = at["rank"], at["norm"]
+        lines.append(f"{name:<{width}}  {a:>4} {b:>4} {x:>10.4g} {y:>10.4g} {at['distance']:.2e}")
+    return "\n".join(lines + [f"differs: {name}, {a} and {b}" for name, (a, b) in found["differs"].items()])
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -1,0 +1,367 @@
+"""Bring two networks of one architecture into the same coordinates, modulo all their symmetries.
+
+Both are brought into canonical form, with heads and scaled neurons balanced (GᴴG = HᴴH). What is left is the group of
+:class:`Element`: the stream's rotation Q, permutations of heads, of queries that share keys, and of neurons, and group
+elements A inside heads and of neurons. All steps lower one function of it, the squared distance of all weights,
+
+    F(g) = Σ ‖W_reference − g W_model‖².
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...linalg import finite, in_double
+from ..blocks import Block
+from .canonical import canonical_form
+from .fits import balanced, matched, permutation, refined, rotation, turned
+from .units import Cell, Move, cells_of
+from .wiring import State
+
+#: What :func:`align_models` may move, beyond the canonical form.
+KINDS = ("permutations", "rotation", "heads", "scales")
+#: A sweep that lowers the objective by less, relatively, is the last.
+_TOLERANCE = 1e-4
+#: Whatever the default device: orders and scores are made on the CPU, weights stay where they are.
+_ON_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element of a network's group, in its canonical form with balanced heads.
+
+    Attributes
+    ----------
+    stream : Tensor or None
+        Q, (d, d): the vectors x in the stream become Q x. None if nothing is known to act on it.
+    cells : dict of str to Move
+        How heads and neurons move, by layer.
+
+    Examples
+    --------
+    See :class:`Alignment`.
+
+    >>> from quotient_manifolds.symmetries.whole import Element
+    >>> Element(None, {}).cells
+    {}
+    """
+
+    stream: Tensor | None
+    cells: dict[str, Move]
+
+    @classmethod
+    @torch.no_grad()
+    def random(cls, model: nn.Module, seed: int = 0) -> Element:
+        """Draw permutations of heads, queries, neurons, and entries of the stream, under RMSNorm with signs."""
+        with _ON_CPU:
+            form, g, stream = _Form(model), torch.Generator().manual_seed(seed), None
+            if form.vectors:
+                scores = torch.randn(form.width, form.width, generator=g, dtype=torch.float64)
+                stream = permutation(scores, torch.zeros_like(scores), signs=not form.centring)
+            return cls(stream, {c.name: c.random(g) for c in form.cells})
+
+    @torch.no_grad()
+    def of(self, model: nn.Module) -> nn.Module:
+        """Return the moved canonical form of a network, a copy of the same function."""
+        with _ON_CPU:
+            form = _Form(model)
+            form.write(self)
+        return form.model
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What :func:`align_models` has found.
+
+    Attributes
+    ----------
+    reference : Module
+        A copy of the reference in the coordinates that both share: in canonical form, its heads balanced.
+    element : Element
+        What moves the canonical form of the other network there.
+    before, after : dict of str to float
+        Distances of the two canonical forms by kind of weight, before and after: ``"qk"``, ``"vo"``, ``"neurons"``,
+        ``"scores"`` and ``"others"`` (embeddings, classifiers, biases).
+    size : float
+        The norm of the reference's canonical form.
+    history : tuple of float
+        Squared distance in canonical form, after the better start, and after each sweep; it never rises.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
+    >>> from quotient_manifolds.symmetries.whole import align_models
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> one = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    >>> other = copy.deepcopy(one)
+    >>> _ = apply_random_symmetry_(other)
+    >>> aligned, found = align_models(one, other)
+    >>> found.distance < 1e-8 * found.size
+    True
+    >>> found.element.cells["layers.0.self_attn"].order
+    tensor([0, 1])
+    """
+
+    reference: nn.Module = field(repr=False)
+    element: Element = field(repr=False)
+    before: dict[str, float]
+    after: dict[str, float]
+    size: float
+    history: tuple[float, ...]
+
+    @property
+    def distance(self) -> float:
+        """The Euclidean distance of all weights of the aligned network from those of the reference."""
+        return sum(d**2 for d in self.after.values()) ** 0.5
+
+
+@torch.no_grad()
+def align_models(
+    reference: nn.Module, model: nn.Module, *, kinds: Collection[str] = KINDS
+) -> tuple[nn.Module, Alignment]:
+    """Move a network by its symmetries to where its weights are nearest to those of another; neither is changed.
+
+    Parameters
+    ----------
+    reference, model : nn.Module
+        Networks of one known architecture, see :func:`register_wiring`, of one dtype, at least float32.
+    kinds : collection of {"permutations", "rotation", "heads", "scales"}
+        What may move besides the canonical form, as far as the architecture allows it: the order of heads, neurons and
+        entries of the stream; the stream by an orthogonal matrix; heads by GL(h), or planes under RoPE by complex
+        numbers; gated and rectified neurons by their scale.
+
+    Returns
+    -------
+    aligned : nn.Module
+        A copy of the model's function, to be compared with ``alignment.reference``.
+    alignment : Alignment
+
+    Raises
+    ------
+    ValueError
+        Networks that differ in their parameters, dtypes or devices, are in half precision, or of which no wiring is
+        known.
+
+    Notes
+    -----
+    The minimum is local. Descent begins where the rotation fits the weights whose other index is known (tokens,
+    positions, pixels, classes), or at the result of permutations alone, if that is lower. A copy that was moved by
+    symmetries is found wherever these weights determine the rotation.
+
+    Examples
+    --------
+    See :class:`Alignment`.
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import align_models
+    >>> align_models(nn.Linear(2, 2), nn.Linear(2, 2))
+    Traceback (most recent call last):
+    ValueError: no wiring is known of a Linear; see quotient_manifolds.symmetries.whole.register_wiring
+    """
+    if isinstance(kinds, str) or not set(kinds) <= set(KINDS):
+        raise ValueError(f"kinds is a collection of {', '.join(KINDS)}, got {kinds!r}")
+    _check(reference, model)
+    with _ON_CPU:
+        a, b = _Form(reference), _Form(model)
+        descent, still = _Descent(a, b, kinds, {}), Element(None, {c.name: c.identity() for c in b.cells})
+        before = descent.costs(still)
+        after, history = descent.search(still)
+        b.write(after.element)
+    first, last = ({kind: square**0.5 for kind, square in found.squares.items()} for found in (before, after))
+    return b.model, Alignment(a.model, after.element, first, last, descent.size**0.5, (before.total, *history))
+
+
+def _check(reference: nn.Module, model: nn.Module) -> None:
+    """Raise for a network that cannot be brought to the reference's coordinates."""
+    both = [{n: (tuple(p.shape), p.dtype, p.device) for n, p in m.named_parameters()} for m in (reference, model)]
+    for name in {**both[0], **both[1]}:
+        if both[0].get(name) != both[1].get(name):
+            one, other = (side.get(name, "missing") for side in both)
+            raise ValueError(f"the networks differ in the parameter {name!r}: {one} and {other}")
+    for name, p in (*reference.named_parameters(), *model.named_parameters()):
+        if p.dtype not in (torch.float32, torch.float64) or not finite(p):
+            raise ValueError(f"{name} has dtype {p.dtype} or is not finite; align finite weights in float32 or float64")
+
+
+class _Form:
+    """A network's copy in canonical form with balanced heads, its cells, and what lies in its stream."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model).requires_grad_()
+        state = State()
+        form = canonical_form(self.model, state=state)
+        form.values.clear()  # they are in the state
+        w = form.wiring
+        if w is None or not w.sites:
+            name = type(model).__name__
+            raise ValueError(f"no wiring is known of a {name}; see quotient_manifolds.symmetries.whole.register_wiring")
+        self.cells = cells_of(form, self.model)
+        self.centring = any(s.norm.centring for s in w.sites)
+        self.turns = any(s.kind == "rotation" for s in form.symmetries)
+        norms = [s.norm for s in w.sites]
+        #: Rows that are vectors in the stream, and rows of one number an entry, which its sign does not change.
+        self.vectors = _unique([*w.vectors, *w.alike, *(n.shift for n in norms if n.shift)]) if w.closed else []
+        self.gains = _unique([*(n.gain for n in norms if n.gain), *(b for _, b, _ in w.scales)])
+        widths = {b.size[1] for b in (*self.vectors, *self.gains)}
+        self.width = max(widths, default=0)
+        if len(widths) > 1 or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
+            self.vectors = []
+        for part in (part for cell in self.cells for part in cell.parts if part.n):
+            part.write(balanced(part.read(state), part.n), state)
+        self.store(state)
+        #: Parameters cell by cell, and those of none.
+        self.chunks: list[tuple[list[Tensor], list[Cell]]] = [(cell.parameters, [cell]) for cell in self.cells]
+        taken = {p for own, _ in self.chunks for p in own}
+        self.chunks.append(([p for p in self.model.parameters() if p not in taken], []))
+        for p, q in zip(self.model.parameters(), model.parameters(), strict=True):
+            p.requires_grad_(q.requires_grad)
+
+    def store(self, state: State) -> None:
+        """Write values into the copy."""
+        for p, value in state.items():
+            p.copy_(value)
+
+    def write(self, element: Element) -> None:
+        """Move the network."""
+        for parameters, cells in self.chunks:
+            self.store(self.moved(parameters, cells, element))
+
+    def turned(self, parameters: Iterable[Tensor], Q: Tensor | None) -> State:
+        """Return parameters after a rotation of the stream."""
+        state, chosen = State(), set(parameters)
+        for rows, R in ((self.vectors, Q), (self.gains, None if Q is None or self.turns else Q.abs())):
+            for b in rows:
+                if R is not None and b.tensor in chosen:
+                    state.write(b, turned(state.read(b), R))
+        return state
+
+    def moved(self, parameters: list[Tensor], cells: Iterable[Cell], element: Element) -> State:
+        """Return parameters, which belong to some cells or to none, after a move."""
+        state = self.turned(parameters, element.stream)
+        for cell in cells:
+            for k, part in enumerate(cell.parts):
+                part.write(cell.moved(k, part.read(state), element.cells[cell.name]), state)
+        return state
+
+
+def _unique(blocks: Iterable[Block]) -> list[Block]:
+    return list({b.key: b for b in blocks}.values())
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An element, and squared distances by kind."""
+
+    element: Element
+    squares: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.squares.values())
+
+
+class _Descent:
+    """The steps that lower the objective."""
+
+    def __init__(
+        self, a: _Form, b: _Form, kinds: Collection[str], matches: dict[object, tuple[Tensor, Tensor]]
+    ) -> None:
+        self.a, self.b, self.kinds, self.matches = a, b, set(kinds), matches
+        if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
+            raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
+        weights = list(a.model.parameters())
+        self.size = sum(map(_square, weights))
+        self.least = 100 * max(torch.finfo(p.dtype).eps for p in weights) ** 2 * self.size  # rounding
+
+    def search(self, still: Element) -> tuple[_Found, list[float]]:
+        """Descend from the better of two starts; return what was found, and the history."""
+        found = self.costs(self.turned(still, known=True), improve=True)
+        if found.total > self.least:
+            alone = _Descent(self.a, self.b, {"permutations"}, self.matches)
+            start = alone.search(still)[0].element if self.kinds > alone.kinds else still
+            found = min(found, self.costs(start, improve=True), key=lambda f: f.total)
+        history = [found.total]
+        while history[-1] > self.least:
+            trial = self.turned(found.element)
+            if _same(trial.stream, found.element.stream):
+                break
+            lower = self.costs(trial, improve=True)
+            if not lower.total < (1 - _TOLERANCE) * history[-1]:
+                break
+            found = lower
+            history.append(found.total)
+        return found, history
+
+    def costs(self, element: Element, improve: bool = False) -> _Found:
+        """Return squared distances by kind, of an element or, with ``improve``, of one with better moves of cells."""
+        squares, moves = defaultdict[str, float](float), dict(element.cells)
+        for (theirs, cells), (own, alike) in zip(self.b.chunks, self.a.chunks, strict=True):
+            at, state = State(), self.b.turned(theirs, element.stream)
+            for cell, fixed in zip(cells, alike, strict=True):
+                X, Y = ([part.read(s) for part in c.parts] for c, s in ((fixed, at), (cell, state)))
+                by_part = _squares(cell, X, Y, moves[cell.name])
+                if improve:
+                    moves[cell.name], by_part = self.better(cell, X, Y, moves[cell.name], by_part, element.stream)
+                for part, square in zip(cell.parts, by_part, strict=True):
+                    squares[part.kind] += square
+            for p, q in zip(theirs, own, strict=True):
+                rest = (state.of(p) - at.of(q)).contiguous()
+                for b in (b for cell in cells for part in cell.parts for b in part.blocks if b.tensor is p):
+                    b.of(rest).zero_()
+                squares["others"] += _square(rest)
+        return _Found(replace(element, cells=moves), dict(squares))
+
+    def turned(self, element: Element, known: bool = False) -> Element:
+        """Fit the rotation or permutation of the stream; ``known``: only to rows of no cell, whose index is known."""
+        a, b = self.a, self.b
+        free = b.turns and "rotation" in self.kinds
+        if not b.vectors or not (free or "permutations" in self.kinds):
+            return element
+        M, N = torch.zeros(2, b.width, b.width, dtype=torch.float64)
+        for theirs, cells in b.chunks[-1:] if known else b.chunks:
+            state, chosen = b.moved(theirs, cells, replace(element, stream=None)), set(theirs)
+            for into, mine, others in ((M, a.vectors, b.vectors), (N, a.gains, b.gains)):
+                for one, other in zip(mine, others, strict=True):
+                    if other.tensor in chosen:
+                        into += (State().read(one).mT @ state.read(other)).cpu()
+        return replace(element, stream=rotation(M, b.centring) if free else permutation(M, N, signs=not b.centring))
+
+    def better(
+        self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, squares: list[float], stream: Tensor | None
+    ) -> tuple[Move, list[float]]:
+        """Match units anew and choose group elements; if that does not help, keep units and choose elements."""
+        acts = [p.n > 0 and ("scales" if p.kind == "neurons" else "heads") in self.kinds for p in cell.parts]
+        tried = [move]
+        if "permutations" in self.kinds:
+            key = (cell.name, *acts, stream if stream is None else hash(stream.numpy().tobytes()))
+            if key not in self.matches:
+                self.matches[key] = matched(cell, X, Y, acts)
+            new = Move(*self.matches[key], (None,) * len(acts))
+            if not (torch.equal(new.order, move.order) and torch.equal(new.queries, move.queries)):
+                tried.insert(0, new)
+        for trial in tried:
+            trial = refined(cell, X, Y, trial, acts)
+            lower = _squares(cell, X, Y, trial)
+            if sum(lower) < sum(squares):
+                return trial, lower
+        return move, squares
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _squares(cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move) -> list[float]:
+    """Return the squared distances of the parts of a cell."""
+    return [_square(x - cell.moved(k, y, move)) for k, (x, y) in enumerate(zip(X, Y, strict=True))]
+
+
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(in_double(x.detach())) ** 2)

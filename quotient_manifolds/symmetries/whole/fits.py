@@ -1,0 +1,165 @@
+"""The elements of a group that bring one thing nearest to another: permutations, rotations, and GL(h) on pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ...gauge import canonical_gauge
+from ...linalg import choose, column_rank_ratio, rank_tolerance
+from .units import Cell, Move, Part
+
+#: Gauss–Newton steps at most.
+_STEPS = 20
+
+
+def assigned(scores: Tensor) -> Tensor:
+    """Return for every row its column in the assignment of the largest sum."""
+    from scipy.optimize import linear_sum_assignment  # slow to import
+
+    return torch.as_tensor(linear_sum_assignment(scores.numpy(), maximize=True)[1])
+
+
+def polar(C: Tensor) -> Tensor:
+    """Return the unitary matrix nearest to C."""
+    if C.shape[-1] == 1:
+        return torch.where(C == 0, 1, C / C.abs().clamp_min(torch.finfo(C.dtype).tiny))
+    U, _, Vh = torch.linalg.svd(C)
+    return U @ Vh
+
+
+def rotation(M: Tensor, centring: bool) -> Tensor:
+    """Return the orthogonal Q with the largest tr(M Qᵀ); with Q 1 = 1 if norms centre."""
+    if not centring:
+        return polar(M)
+    d = len(M)
+    frame = torch.eye(d, dtype=M.dtype)
+    frame[:, 0] = 1
+    basis = torch.linalg.qr(frame).Q[:, 1:]
+    return basis @ polar(basis.mT @ M @ basis) @ basis.mT + 1 / d
+
+
+def permutation(M: Tensor, N: Tensor, signs: bool) -> Tensor:
+    """Return the permutation Q with the largest tr(M Qᵀ) + tr(N |Q|ᵀ), its entries ±1 with ``signs``."""
+    order = assigned((M.abs() if signs else M) + N)
+    Q = torch.zeros_like(M)
+    rows = torch.arange(len(M))
+    sign = M[rows, order].sign() if signs else torch.ones(len(M), dtype=M.dtype)
+    Q[rows, order] = torch.where(sign == 0, 1, sign)
+    return Q
+
+
+def turned(rows: Tensor, Q: Tensor) -> Tensor:
+    """Return rows Qᵀ; a permutation needs no products."""
+    Q = Q.to(rows.device)
+    if int(Q.count_nonzero()) > len(Q):
+        return rows @ Q.mT
+    order = Q.abs().argmax(1)
+    return rows[:, order] * Q.sum(1)
+
+
+def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], acts: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Assign units to units, and within each pair queries to queries.
+
+    ``acts`` says for every part whether a group does; units are compared with the best unitary elements of it. Scores
+    are in single precision: whether a match helps is for the caller to see.
+    """
+    U, R = cell.units, cell.queries
+    X, Y = ([x.to(torch.complex64 if x.is_complex() else torch.float32) for x in side] for side in (X, Y))
+    queries = torch.arange(R).expand(U, U, R).clone()
+    if R > 1:
+        alike = torch.zeros(U, U, R, R)
+        for each in zip(cell.parts, X, Y, strict=True):
+            alike += _queries(*each)
+        for i, j in product(range(U), repeat=2):
+            queries[i, j] = assigned(alike[i, j])
+    scores = torch.zeros(U, U)
+    for k, (part, x, y) in enumerate(zip(cell.parts, X, Y, strict=True)):
+        free = acts[k] and not part.group.positive
+        if part.queries is None:
+            scores += _fit(torch.einsum("uprh,vprk->uvphk", x.conj(), y), free)
+            continue
+        for i in range(U):
+            z = cell.arranged(k, y, Move(torch.arange(U), queries[i]))
+            scores[i] += _fit(torch.einsum("prh,vprk->vphk", x[i].conj(), z), free)
+    order = assigned(scores)
+    return order, queries[torch.arange(U), order]
+
+
+def _fit(C: Tensor, free: bool) -> Tensor:
+    """Return max Re⟨X, Y Aᴴ⟩ over unitary A, or for A = 1 unless ``free``, from C = Xᴴ Y; (…, planes, h, h) → (…)."""
+    if free:
+        return (C[..., 0].abs() if C.shape[-1] == 1 else torch.linalg.svdvals(C)).sum((-2, -1)).cpu()
+    return C.diagonal(dim1=-2, dim2=-1).real.sum((-2, -1)).cpu()
+
+
+def _queries(part: Part, x: Tensor, y: Tensor) -> Tensor:
+    """Return inner products of queries' products with what they share; (units, units, queries, queries)."""
+    if part.queries is None:
+        return torch.zeros(())
+    a, b = x[:, :, part.queries].conj(), y[:, :, part.queries]
+    common = torch.ones(x.shape[2], dtype=torch.bool).index_fill_(0, part.queries.flatten(), False)
+    C = torch.einsum("uprh,vprk->uvphk", x[:, :, common], y[:, :, common].conj())
+    return torch.einsum("upaqh,vpbqk,uvphk->uvab", a, b, C).real.cpu()
+
+
+def refined(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], move: Move, acts: Sequence[bool]) -> Move:
+    """Choose the group elements of a move: from those that it has, or from the best unitary ones."""
+    inner = list(move.inner)
+    for k, part in enumerate(cell.parts):
+        if acts[k]:
+            y, A = cell.arranged(k, Y[k], move), inner[k]
+            if A is None:
+                A = polar(X[k].mH @ y)
+                A = A.abs() if part.group.positive else A
+            inner[k] = fitted(X[k], y, part.n, A, part.group.positive)
+    return replace(move, inner=tuple(inner))
+
+
+def balanced(x: Tensor, n: int) -> Tensor:
+    """Return points in balanced gauge, GᴴG = HᴴH; those without full rank as they are."""
+    G, H = x[..., :n, :], x[..., n:, :]
+    if x.shape[-1] == 1:
+        g, h = (torch.linalg.vector_norm(F, dim=-2, keepdim=True) for F in (G, H))
+        s = torch.where((g > 0) & (h > 0), (h / g).sqrt(), 1)
+        return torch.cat([G * s, H / s], dim=-2)
+    sound = (column_rank_ratio(G) > rank_tolerance(G)) & (column_rank_ratio(H) > rank_tolerance(H))
+    x = x.clone()
+    x[sound] = canonical_gauge(G[sound], H[sound]).x
+    return x
+
+
+def fitted(x: Tensor, y: Tensor, n: int, A: Tensor, positive: bool) -> Tensor:
+    """Lower ‖G_x − G_y A⁻¹‖² + ‖H_x − H_y Aᴴ‖² from A, point by point, by Gauss–Newton steps, cut until they help.
+
+    A step A ← (1 + E) A solves the Sylvester equation GᴴG E + E HᴴH = R_Hᴴ H − Gᴴ R_G, where (G, H) is y moved by A,
+    and R its difference from x. All of it follows from h × h matrices.
+    """
+    G, H = y[..., :n, :].mH, y[..., n:, :].mH
+    P, Q, C, D = G @ G.mH, H @ H.mH, G @ x[..., :n, :], H @ x[..., n:, :]
+
+    def cost(A: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of squares, without that of x, and A⁻¹."""
+        X = torch.linalg.inv_ex(A).inverse
+        square = (X.conj() * (P @ X - 2 * C) + A * (A @ Q - 2 * D.mH).conj()).real.sum((-2, -1))
+        return (torch.where(A[..., 0, 0].real > 0, square, torch.inf) if positive else square), X
+
+    now, X = cost(A)
+    for _ in range(_STEPS):
+        (p, U), (q, V) = torch.linalg.eigh(X.mH @ P @ X), torch.linalg.eigh(A @ Q @ A.mH)
+        weight = (p.unsqueeze(-1) + q.unsqueeze(-2)).clamp_min(torch.finfo(p.dtype).tiny)
+        E = U @ ((U.mH @ ((D.mH - A @ Q) @ A.mH - X.mH @ (C - P @ X)) @ V) / weight) @ V.mH
+        start, t = now, torch.ones_like(now)
+        while bool((t > 0.01).any()):
+            B = A + t[..., None, None] * (E @ A)
+            lower, Y = cost(B)
+            better = lower < now
+            A, X, now = choose(better, B, A), choose(better, Y, X), choose(better, lower, now)
+            t = torch.where(better, 0, t / 2)
+        if not bool((start - now > 1e-6 * start.abs()).any()):
+            break
+    return A

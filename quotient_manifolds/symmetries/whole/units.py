@@ -1,0 +1,220 @@
+"""What may be permuted in a network, as batched points: heads, groups of heads that share keys, hidden neurons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from ..blocks import GL, Block, BlockStack
+from ..pairs import SymmetricPair
+from .canonical import CanonicalForm
+from .wiring import State, Wiring
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Weights that all units of a cell have, a pair (G, H) with a group or rows that only move with their unit.
+
+    Attributes
+    ----------
+    kind : str
+        ``"qk"``, ``"vo"``, ``"neurons"`` or ``"scores"``.
+    points : list of tuple of Block
+        A point a unit or, with ``columns``, one point whose columns are the units.
+    group : GL
+        How rows become points.
+    n : int
+        Rows of G; 0 if no group acts.
+    columns : bool
+    queries : Tensor or None
+        For every query head of a unit the numbers of its rows, (queries, rows).
+    """
+
+    kind: str
+    points: list[tuple[Block, ...]]
+    group: GL
+    n: int = 0
+    columns: bool = False
+    queries: Tensor | None = None
+
+    @cached_property
+    def rows(self) -> BlockStack:
+        """All points."""
+        return BlockStack(self.points)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of all points."""
+        return [b for point in self.points for b in point]
+
+    def read(self, state: State) -> Tensor:
+        """Copy the weights: (units, planes, n + m, h), with one plane for GL(h) and h = 1 for a diagonal group."""
+        x = self.group.to_point(self.rows.gather({p: state.of(p) for p in self.rows.parameters()}))
+        x = x if self.group.diagonal else x.unsqueeze(1)
+        return x.transpose(0, 1) if self.columns else x
+
+    def write(self, x: Tensor, state: State) -> None:
+        """Write what :meth:`read` reads."""
+        x = x.transpose(0, 1) if self.columns else x
+        rows = self.group.from_point(x if self.group.diagonal else x.squeeze(1))
+        for p in set(self.rows.parameters()) - state.keys():
+            state[p] = state.of(p).clone(memory_format=torch.contiguous_format)
+        self.rows.scatter_(rows, state)
+
+
+@dataclass(frozen=True)
+class Move:
+    """How the units of a cell move.
+
+    Attributes
+    ----------
+    order : Tensor
+        For every unit of the result the unit that comes there, (units,).
+    queries : Tensor
+        The same for the query heads within every unit of the result, (units, queries).
+    inner : tuple of Tensor or None
+        For every part the group elements A, (units, planes, h, h): G → G A⁻¹, H → H Aᴴ.
+
+    Examples
+    --------
+    See :class:`Alignment`.
+
+    >>> import torch
+    >>> from quotient_manifolds.symmetries.whole import Move
+    >>> Move(torch.tensor([1, 0]), torch.zeros(2, 1, dtype=torch.long)).inner
+    ()
+    """
+
+    order: Tensor
+    queries: Tensor
+    inner: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """Units that may be permuted: heads of a layer, or of all layers that share a table of scores, or neurons."""
+
+    name: str
+    parts: tuple[Part, ...]
+    units: int
+    queries: int = 1
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that its weights belong to, each once."""
+        return list(dict.fromkeys(p for part in self.parts for p in part.rows.parameters()))
+
+    def identity(self) -> Move:
+        """Return the move that changes nothing."""
+        queries = torch.arange(self.queries).repeat(self.units, 1)
+        return Move(torch.arange(self.units), queries, (None,) * len(self.parts))
+
+    def random(self, generator: torch.Generator) -> Move:
+        """Draw an order of the units, and of the queries in each."""
+        order, queries = (
+            torch.rand(n, generator=generator).argsort() for n in (self.units, (self.units, self.queries))
+        )
+        return Move(order, queries, (None,) * len(self.parts))
+
+    def arranged(self, k: int, x: Tensor, move: Move) -> Tensor:
+        """Permute the units of the points of a part, and the queries within them."""
+        x, rows = x[move.order.to(x.device)], self.parts[k].queries
+        if rows is None:
+            return x
+        source = torch.arange(x.shape[2]).repeat(self.units, 1)
+        source[:, rows.flatten()] = rows[move.queries].flatten(1)
+        return torch.take_along_dim(x, source.to(x.device)[:, None, :, None], 2)
+
+    def moved(self, k: int, x: Tensor, move: Move) -> Tensor:
+        """Move the points of a part."""
+        return acted(self.arranged(k, x, move), self.parts[k].n, move.inner[k])
+
+
+def acted(x: Tensor, n: int, A: Tensor | None) -> Tensor:
+    """Return (G A⁻¹, H Aᴴ) for points x = (G, H)."""
+    if A is None:
+        return x
+    G, H = x[..., :n, :], x[..., n:, :]
+    return torch.cat([torch.linalg.solve_ex(A, G, left=False).result, H @ A.mH], dim=-2)
+
+
+def cells_of(form: CanonicalForm, model: nn.Module) -> list[Cell]:
+    """List the cells of a network from its canonical form; none shares a parameter, or has what is no parameter."""
+    w = form.wiring or Wiring()
+    by_module: dict[str, list[SymmetricPair]] = {}
+    for p in form.pairs:
+        if p.G and p.kind in ("qk", "vo") and (p.group is not None or (p.kind == "qk" and w.qk_norms)):
+            by_module.setdefault(p.module, []).append(p)
+    found = _bound([c for name, pairs in by_module.items() for c in _heads(name, pairs)], w, model)
+    scaled = {p.H[0].key: p for p in form.pairs if p.part == "neurons" and p.group is not None}
+    for name, blocks in w.hidden:
+        pair, parts = scaled.get(blocks[-1].key), []
+        if pair is not None:
+            parts.append(Part("neurons", [pair.G + pair.H], pair.usable_group(), pair.n, True))
+            blocks = tuple(b for b in blocks if b.key not in {b.key for b in parts[0].blocks})
+        if blocks:
+            parts.append(Part("neurons", [blocks], GL(blocks[0].size[1], diagonal=True), columns=True))
+        found.append(Cell(name, tuple(parts), parts[0].group.h))
+    taken, kept = set[Tensor](), []
+    for cell in found:
+        if taken.isdisjoint(cell.parameters) and all(isinstance(p, nn.Parameter) for p in cell.parameters):
+            taken.update(cell.parameters)
+            kept.append(cell)
+    return kept
+
+
+def _heads(name: str, pairs: Sequence[SymmetricPair]) -> list[Cell]:
+    """Return the cell of one attention layer; none if its heads do not look alike, or values or queries are unknown."""
+    shared: dict[tuple[str, str], dict[Hashable, SymmetricPair]] = {}
+    for p in pairs:  # pairs without a group have not been merged
+        units = shared.setdefault((p.kind, p.part), {})
+        key = tuple(b.key for b in (p.G if p.kind == "vo" else p.H))
+        one = units.get(key, p)
+        units[key] = replace(one, G=_union(one.G, p.G), H=_union(one.H, p.H))
+    layouts = {(kind, p.group, p.layout) for (kind, _), units in shared.items() for p in units.values()}
+    sizes = {len(units) for units in shared.values()}
+    if {kind for kind, _ in shared} != {"qk", "vo"} or len(sizes) > 1 or len(layouts) > len(shared):
+        return []
+    outputs = next(iter(shared["vo", ""].values())).H
+    queries = sum((b.module, b.attribute) == (outputs[0].module, outputs[0].attribute) for b in outputs)
+    parts = []
+    for (kind, _), units in shared.items():
+        first, *_ = units.values()
+        rows = torch.arange(first.n, first.n + first.m) if kind == "vo" else torch.arange(first.n)
+        group, n = (GL(first.G[0].size[1]), 0) if first.group is None else (first.group, first.n)
+        each = rows.view(queries, -1) if queries > 1 else None
+        parts.append(Part(kind, [p.G + p.H for p in units.values()], group, n, queries=each))
+    return [Cell(name, tuple(parts), sizes.pop(), queries)]
+
+
+def _union(one: tuple[Block, ...], other: tuple[Block, ...]) -> tuple[Block, ...]:
+    return tuple({b.key: b for b in one + other}.values())
+
+
+def _bound(cells: Sequence[Cell], w: Wiring, model: nn.Module) -> list[Cell]:
+    """Join cells whose scores come from one table (T5's layers share that of the first); the table moves with them."""
+    names = {module: name for name, module in model.named_modules()}
+    tables: dict[
+        str, tuple[Block, ...]
+    ] = {}  # by the attention layer that they lie in or beside; by "" if there are several
+    for _, blocks in w.score_tables:
+        parent = names[blocks[0].module].rpartition(".")[0]
+        near = [c.name for c in cells if f"{c.name}.".startswith(parent and f"{parent}.")]
+        owner = near[0] if len(near) == 1 else ""
+        tables[owner] = tables.get(owner, ()) + blocks
+    joined = {name: Cell(name, (), 0) for name in tables}
+    for c in cells:
+        alike = (o for o in tables if o == "" or re.sub(r"\d+", "", o) == re.sub(r"\d+", "", c.name))
+        name = c.name if c.name in tables else next(alike, c.name)
+        joined[name] = replace(
+            c, name=name or c.name, parts=(*(joined[name].parts if name in joined else ()), *c.parts)
+        )
+    for name, blocks in tables.items():
+        scores = Part("scores", [blocks], GL(blocks[0].size[1], diagonal=True), columns=True)
+        joined[name] = replace(joined[name], parts=(*joined[name].parts, scores))
+    return [c for c in joined.values() if c.units]

@@ -1,0 +1,91 @@
+import copy
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries.whole import Element, apply_random_moves_, canonical_form
+from sharpness import cli
+from sharpness.models import LoadedModel
+from sharpness.sameness import _interleaved, judge
+from tests.whole_networks import build, inputs
+
+
+def moved(model):
+    """A copy that every kind of symmetry has moved."""
+    twin = Element.random(model).of(model)
+    apply_random_symmetry_(twin, pairs=canonical_form(twin).pairs)
+    apply_random_moves_(twin)
+    return twin
+
+
+def loaded(family, model=None):
+    return LoadedModel(build(family) if model is None else model, next(inputs(family)))
+
+
+def evidence(found, word):
+    (line,) = (line for line in found.evidence if line.startswith(word))
+    return line
+
+
+@pytest.mark.parametrize("family", ["gpt2-untied", "qwen2"])
+def test_a_function_is_known_in_other_weights_and_what_lies_between(family):
+    one = loaded(family)
+    found = judge(one, loaded(family, moved(one.model)))
+    assert found.verdict == "one function"
+    assert len(found.evidence) < 10
+    assert found.distances.loc["all", "after"] < 1e-8 < 1e-2 < found.distances.loc["all", "before"]
+    between = evidence(found, "between them")
+    for kind in ("gain", "rotation of the stream", "group elements of heads", "permutation of neurons"):
+        assert kind in between
+    assert evidence(judge(one, one), "between them") == "between them: nothing"
+
+
+def test_a_fine_tune_and_an_unrelated_network():
+    one = loaded("bert")
+    other = copy.deepcopy(one.model)
+    with torch.no_grad():
+        other.bert.encoder.layer[1].output.dense.weight *= 1.01
+    assert judge(one, loaded("bert", moved(other))).verdict == "fine-tunes of one another, or of one model"
+    assert judge(one, loaded("bert", build("bert", seed=2))).verdict == "unrelated"
+
+
+def test_formats_are_named():
+    one = loaded("llama")
+    found = judge(one, loaded("llama", _interleaved(one.model)))
+    assert found.verdict == "one function in two formats"
+    assert evidence(found, "formats") == "formats: RoPE's planes in halves and interleaved"
+    tied, untied = loaded("llama-tied"), loaded("llama-tied")
+    untied.model.lm_head.weight = nn.Parameter(tied.model.lm_head.weight.clone())
+    found = judge(tied, untied)
+    assert found.verdict == "one function in two formats"
+    assert "lm_head.weight" in evidence(found, "formats")
+    assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
+    phi, llama = loaded("phi3"), loaded("llama")
+    split = dict(phi.model.state_dict())
+    for name, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+        for key in [k for k in split if name in k]:
+            fused, names = split.pop(key), [key.replace(name, part) for part in parts]
+            split |= dict(zip(names, fused.split([len(llama.model.state_dict()[n]) for n in names]), strict=True))
+    llama.model.load_state_dict(split)
+    found = judge(phi, llama)
+    assert found.verdict == "one function in two formats"
+    assert evidence(found, "formats") == "formats: Phi3ForCausalLM and LlamaForCausalLM"
+
+
+def test_the_command(tmp_path, capsys):
+    model = build("vit").float()
+    model.save_pretrained(tmp_path / "one")
+    moved(model).save_pretrained(tmp_path / "other")
+    table = tmp_path / "distances.csv"
+    assert cli.main(["same", *(str(tmp_path / name) for name in ("one", "other")), "--out", str(table)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "one function"
+    assert list(pd.read_csv(table, index_col="kind").columns) == ["before", "after"]
+    build("vit", seed=2).float().save_pretrained(tmp_path / "unrelated")
+    assert cli.main(["same", *(str(tmp_path / name) for name in ("one", "unrelated"))]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "unrelated"
+    build("bert").float().save_pretrained(tmp_path / "bert")
+    assert cli.main(["same", *(str(tmp_path / name) for name in ("one", "bert"))]) == 2
+    assert "the networks differ in their layers or embeddings" in capsys.readouterr().err
