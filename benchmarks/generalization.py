@@ -181,27 +181,25 @@ def hours(kind: str) -> dict[str, float]:
 def described(kind: str, rows: Sequence[Row], shifted: Sequence[Row]) -> dict[str, Any]:
     """Describe a collection: its models, errors, and the ratios of test errors' standard errors to their spread."""
     fits, others = ([r for r in part if r["kind"] == "fit"] for part in (rows, shifted))
-    columns = {name: [r[f"{name}_error"] for r in fits] for name in ("train", "test")}
-    tests = {"test": columns["test"], "shifted": [r["test_error"] for r in others]}
-    columns["gap"] = [b - a for a, b in zip(columns["train"], columns["test"], strict=True)]
+    errors = {name: [r[f"{name}_error"] for r in fits] for name in ("train", "test")}
+    gaps = [b - a for a, b in zip(*errors.values(), strict=True)]
+    tests = [errors["test"], [r["test_error"] for r in others]]
+    ratios = [
+        fmean((e * (1 - e) / n) ** 0.5 for e in found) / stdev(found)
+        for found, n in zip(tests, TESTED[kind], strict=True)
+    ]
     parts = hours(kind)
     return {
         "collection": WORDS[kind], "models": len(fits), "left out": trained(kind, rows) - len(fits),
-        "train error": "{:.3f} to {:.3f}".format(*spread(columns["train"])),
-        "test error": "{:.3f} to {:.3f}".format(*spread(columns["test"])),
-        "gap": "{:.3f} to {:.3f}".format(*spread(columns["gap"])),
-        **{
-            f"error of the {name} error / its spread":
-                f"{fmean((e * (1 - e) / n) ** 0.5 for e in errors) / stdev(errors):.2f}"
-            for (name, errors), n in zip(tests.items(), TESTED[kind], strict=True)
-        },
-        **{f"hours, {part}": f"{parts[part]:.1f}" for part in ("training", "testing", "measuring")},
+        "train error": between(errors["train"]), "test error": between(errors["test"]), "gap": between(gaps),
+        "test ratio": f"{ratios[0]:.2f}", "shift ratio": f"{ratios[1]:.2f}",
+        "hours": " + ".join(f"{parts[part]:.1f}" for part in ("training", "testing", "measuring")),
     }  # fmt: skip
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
+def between(values: Sequence[float]) -> str:
     """Smallest and largest value."""
-    return min(values), max(values)
+    return f"{min(values):.3f}…{max(values):.3f}"
 
 
 def report(docs: Path = DOCS) -> None:

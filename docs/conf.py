@@ -1,7 +1,9 @@
 """Sphinx configuration. Nothing that a page needs is fetched when it is read."""
 
 import re
+import shutil
 from importlib.metadata import files
+from pathlib import Path
 from typing import Any
 
 import quotient_manifolds
@@ -77,5 +79,6 @@ def one_attribute_a_line(app: Any, what: str, name: str, obj: Any, options: Any,
 
 
 def setup(app: Any) -> None:
-    """Run before napoleon."""
+    """Begin with no page of a name that is gone; run before napoleon."""
+    shutil.rmtree(Path(app.srcdir) / "api" / "generated", ignore_errors=True)
     app.connect("autodoc-process-docstring", one_attribute_a_line, priority=400)
