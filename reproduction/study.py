@@ -349,13 +349,17 @@ def table(zoos: Judged, given: Sequence[str] = CONTROLS) -> pd.DataFrame:
     pandas.DataFrame
         The verdict on every quantity, and partial τ with its corrected interval at every radius.
     """
-    lines = []
+    lines: list[dict[str, Any]] = []
     names = sorted({r.quantity for found in zoos.values() for r in found} - {*given}, key=_order)
     for zoo, found in zoos.items():
         words = verdicts(found)
         for name in names:
             own = [r for r in found if r.quantity == name]
-            line = {"collection": zoo, "quantity": name, "verdict": _verdict(name, own, words.get(name))}
+            line: dict[str, Any] = {
+                "collection": zoo,
+                "quantity": name,
+                "verdict": _verdict(name, own, words.get(name)),
+            }
             taus = [(r.rho, r.corrected) for r in own if r.corrected is not None]
             lines += [
                 {**line, "radius": rho, "models": tau.models, **_with_interval(tau)} for rho, tau in taus
