@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def adapter(folder: Path, layers: int, width: int, rank: int, seed: int) -> None
     shapes = dict.fromkeys("qkvo", (width, width)) | {"up": (4 * width, width), "down": (width, 4 * width)}
     generator, start = torch.Generator().manual_seed(seed), "base_model.model.layers"
 
-    def tensors():
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(layers):
             for name, (n, m) in shapes.items():
                 yield f"{start}.{i}.{name}.lora_A.weight", torch.randn(rank, m, generator=generator)

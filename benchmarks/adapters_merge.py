@@ -23,7 +23,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,10 @@ CLASSES = {"ag_news": 4, "sst2": 2, "mnli": 3}
 STEPS = {"ag_news": 120, "sst2": 120, "mnli": 240}
 SEEDS, TEST = (0, 1, 2), 400
 TARGETS = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
-#: What is merged: its parents as (task, rank, seed), from a seed s.
-GROUPS = {
+#: Task, rank, seed.
+Parent = tuple[str, int, int]
+#: What is merged, from a seed s.
+GROUPS: dict[str, Callable[[int], list[Parent]]] = {
     **{
         f"{task}, {name}": lambda s, task=task, ranks=ranks: [(task, r, (s + i) % 3) for i, r in enumerate(ranks)]
         for task in ("ag_news", "sst2")
@@ -71,7 +73,6 @@ STARTS = [
     *((start, "AdamW") for start in ("parent", "peft's svd", "balanced", "balanced, 8", "balanced, 32")),
     *((start, "QuotientAdam") for start in ("peft's svd", "balanced, 32")),
 ]
-Parent = tuple[str, int, int]
 
 
 @cache

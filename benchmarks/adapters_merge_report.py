@@ -18,6 +18,7 @@ from lora_text_report import table
 from sharpness.plots import figure
 
 NAMES = {"ag_news": "AG News twice", "sst2": "SST-2 twice", "both": "AG News and SST-2", "three": "and MNLI"}
+TASKS = {"ag_news": "AG News", "sst2": "SST-2", "mnli": "MNLI"}
 #: The factors from which training goes on, in words.
 FROM = {
     "parent": "not merged",
@@ -72,7 +73,12 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         if row["unit"][0] == "parent":
             parents[row["unit"][1], row["unit"][2]].append(row)
     body = [
-        [task, str(rank), spread((100 * r["accuracy"] for r in of), ".1f"), spread((r["loss"] for r in of), ".3f")]
+        [
+            TASKS[task],
+            str(rank),
+            spread((100 * r["accuracy"] for r in of), ".1f"),
+            spread((r["loss"] for r in of), ".3f"),
+        ]
         for (task, rank), of in parents.items()
     ]
     yield from table(["parents", "rank", "accuracy, %", "test loss"], body)
@@ -84,12 +90,13 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
             if shown:
                 words = [NAMES[g.partition(",")[0]] for g in shown]
                 yield from table([f"{title}; {kind}", *words], [row for row in body if any(row[1:])])
-    failed = defaultdict(int)
+    failed: dict[tuple[str, str], int] = defaultdict(int)
     for row in rows:
         if "failed" in row:
-            failed[row["unit"][2], row["unit"][1]] += 1
+            _, group, method, _ = row["unit"]
+            failed[method, NAMES[group.partition(",")[0]]] += 1
     if failed:
-        yield "\nNo mean was found by " + "; ".join(f"{m} ({g}, {n} times)" for (m, g), n in failed.items()) + "."
+        yield "\nNo mean was found by " + "; ".join(f"{m} ({g}: {n})" for (m, g), n in failed.items()) + "."
     runs = trainings(rows)
     base, body = runs["balanced", "AdamW"], []
     for start, optimizer in STARTS:
@@ -117,12 +124,18 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 name = NAMES[group.partition(",")[0]] if y == 0 else None
                 left.plot(values, [y + 0.2 - 0.2 * i] * len(values), "os^D"[i], color=f"C{i}", label=name, markersize=4)
         left.axvline(100, color="#999999", linewidth=1)
-        left.set(yticks=range(len(shown)), yticklabels=shown, xlabel="accuracy, % of the parents'", title="rank 4")
-        left.legend(fontsize="x-small")
+        left.set(
+            xlim=(84, 102),
+            yticks=range(len(shown)),
+            yticklabels=shown,
+            xlabel="accuracy, % of the parents'",
+            title="rank 4",
+        )
+        left.legend(fontsize="x-small", loc="lower left")
         for i, (start, optimizer) in enumerate(s for s in STARTS if runs[s]):
             losses = pd.DataFrame([r["losses"] for r in runs[start, optimizer].values()]).T.ewm(span=12).mean()
             right.plot(losses.mean(axis=1), color=f"C{i}", label=f"{FROM[start]}, {optimizer}".replace("`", ""))
-        right.set(xlabel="step", ylabel="training loss, smoothed", title="training on, AG News")
+        right.set(xlabel="step", ylabel="training loss, smoothed", title="training on, AG News", ylim=(0.2, 1.2))
         right.legend(fontsize="x-small")
 
 

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.whole import align_models
+from sharpness.plots import figure
 
 #: What aligns the second network with the first; None leaves both as they are.
 METHODS: dict[str, tuple[str, ...] | None] = {
@@ -231,21 +232,19 @@ def spread(values: Any, digits: int, sign: str = "") -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the mean excess of the loss along the path, a panel for each task and width."""
-    from sharpness.plots import figure
-
     table = pd.DataFrame([r for r in rows if "losses" in r])
     groups = list(table.groupby(["task", "width"], sort=False))
     names = {"vit": "ViT, MNIST", "gpt": "GPT, bytes of AG News"}
     shown = [m for m in (*METHODS, f"{ALL}, geodesic") if m != "canonical form"]
     colours = dict(zip(shown, ("#999999", "#D55E00", "#E69F00", "#0072B2", "#009E73"), strict=True))
-    with figure(path, (5.2 * len(groups), 4.2), 1, len(groups)) as (_, grid):
+    with figure(path, (5.2 * len(groups), 4.6), 1, len(groups)) as (page, grid):
         for axis, ((task, width), part) in zip(grid.flat, groups, strict=True):
             for method, style in zip(shown, ("-", "-.", "--", "-", ":"), strict=True):
                 losses = np.array(part[part.method == method].losses.tolist())
                 line = losses[:, :1] + np.array(TIMES) * (losses[:, -1:] - losses[:, :1])
                 axis.plot(TIMES, (losses - line).mean(0), style, color=colours[method], label=method)
             axis.set(title=f"{names[task]}, width {width}", xlabel="t", ylabel="excess of the test loss (nats)")
-        grid.flat[0].legend()
+        page.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(shown))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import adapters
+import barriers
 import convergence
 import geodesic_ablation
 import logarithm
@@ -115,6 +116,7 @@ def main(folder: Path = IMAGES) -> None:
     adapters.draw(rows("adapters.json"), folder / "adapters.png")
     geodesic_ablation.draw(rows("geodesic_ablation.json"), folder / "geodesic_ablation.png")
     logarithm.draw(rows("logarithm.json"), folder)
+    barriers.draw(rows("barriers.jsonl"), folder / "barriers.png")
     texts = rows("lora_text.jsonl")
     lora_text_report.draw(pd.DataFrame(texts).drop(columns="losses"), folder / "lora_text.png")
     sam.report(rows("sam.jsonl"), folder / "sam.png")

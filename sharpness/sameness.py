@@ -82,11 +82,11 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     tolerance = max(1e-8, min(1e3 * max(torch.finfo(t).eps for t in dtypes), 0.03))
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     a, b = (copy.deepcopy(m.model).to(wide) for m in (one, other))
-    apart, test = _difference(a, b, one.example), independence_test(a, b)
+    test, apart = independence_test(a, b), _difference(a, b, one.example)
     evidence = [
         f"outputs on random inputs: {'not compared' if math.isnan(apart) else f'largest relative change {apart:.0e}'}",
-        f"neurons that are matched alike by their inputs and by their outputs: {test.agreeing:,} of {test.neurons:,}, "
-        f"by chance {test.layers}; p {f'= {test.p_value:.2g}' if test.p_value > 1e-99 else '< 1e-99'} if independent",
+        f"neurons matched alike by both sides: {test.agreeing:,} of {test.neurons:,}, by chance {test.layers}; "
+        f"p {f'= {test.p_value:.2g}' if test.p_value > 1e-99 else '< 1e-99'}",
     ]
     formats = [f"{type(a).__name__} and {type(b).__name__}"] if type(a) is not type(b) else _untied(a, b)
     distances, near = pd.DataFrame(), False

@@ -259,6 +259,8 @@ class WeightSpace:
         moving, total = list(self.parameters.values()), dict[Tensor, Tensor]()
         for loss in losses:  # one after the other, so that a generator needs the memory of only one of them
             gradients = torch.autograd.grad(loss, moving, allow_unused=True) if loss.requires_grad else ()
+            if any(g is None for g in gradients) and "CheckpointFunctionBackward" in _operations(loss):
+                raise ValueError("checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False")
             for p, g in zip(moving, gradients, strict=False):
                 if g is not None:  # it may share memory and must not be written to
                     g = g.to_dense() if g.is_sparse else g
@@ -304,3 +306,14 @@ class WeightSpace:
                 for p in last:
                     gradient.pop(p, None)
         return out
+
+
+def _operations(loss: Tensor) -> set[str]:
+    """Return the names of the operations in the graph behind a loss."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:
+        behind = {n for n, _ in node.next_functions} - seen
+        seen |= behind
+        nodes.extend(behind)
+    return {node.name() for node in nodes}

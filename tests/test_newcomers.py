@@ -75,6 +75,13 @@ def test_the_user_of_peft_sees_the_loss_fall(follow):
     assert not falls(np.full(120, np.log(2)))
 
 
+def test_losses_at_two_ranks_are_those_that_were_recorded():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "lora_rank.json").read_text())["rows"]
+    for name in ("AdamW", "QuotientAdam"):
+        shown = [float(v) for v in re.search(rf"^{name} +(\d.*)$", TEXT, re.MULTILINE)[1].split()]
+        assert shown == [row["loss"] for row in rows if row["optimiser"] == name]
+
+
 def test_the_user_of_peft_merges_adapters(follow, own):
     """The products of the result, as peft computes them, are the means of those of the two."""
     import peft
@@ -96,7 +103,7 @@ def test_the_user_of_geoopt_factorises_a_matrix(follow):
     assert follow("Optimise a low-rank product with geoopt")["loss"] < 1e-8
 
 
-def test_the_engineer_calls_make(follow):
+def test_the_engineer_calls_make():
     """Both commands exist, and what README shows is what the recorded demo printed."""
     (commands, shown) = [body for _, _, body, line in blocks(README) if line in section("Try it")]
     assert re.findall(r"^make (\w+)", commands, re.MULTILINE) == ["demo", "test"]

@@ -307,10 +307,19 @@ CALLS = {
 
 
 #: Calls that are made with the device as torch's default.
-BY_DEFAULT = ("geodesic-inv", "complete-mix", "turned", "verified", "distances", "adapters", "sharpness-aware")
+BY_DEFAULT = (
+    "geodesic-inv",
+    "complete-mix",
+    "aligned",
+    "turned",
+    "verified",
+    "distances",
+    "adapters",
+    "sharpness-aware",
+)
 
 #: Calls that move between devices only where one of them has no double precision.
-RARE = ("average", "aligned", "points", "heads as points", "examined", "along the worst of the whole")
+RARE = ("average", "points", "heads as points", "examined", "along the worst of the whole")
 
 #: Calls that every run makes with the CPU as the default: one of those that are alike, and none that the others make.
 SOME = tuple(

@@ -166,8 +166,9 @@ def module_of(layer: str) -> str:
 def parameters(layer: str, config: dict[str, Any]) -> list[str]:
     """List the paths of the parameters that ``target_parameters`` names in a layer."""
     path, modules = module_of(layer), config.get("target_modules") or ()
-    expression = isinstance(modules, str)
-    if re.fullmatch(modules, path) if expression else any(f".{path}".endswith(f".{m}") for m in modules):
+    if isinstance(modules, str):
+        modules = [path] if re.fullmatch(modules, path) else []
+    if any(f".{path}".endswith(f".{m}") for m in modules):
         return []
     places = ((p, f"{path}.{p.rpartition('.')[2]}") for p in config.get("target_parameters") or ())
     return [place for p, place in places if f".{place}".endswith(f".{p}")]

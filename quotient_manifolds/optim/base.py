@@ -137,9 +137,9 @@ class QuotientOptimizer(Optimizer):
     def _cover(self) -> None:
         self._shards = Shards(self._stacks)
         self._certification = Certification(s.pairs for s in self._stacks)
-        self._covered = coverage(s.pairs for s in self._stacks)
-        partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
-        self._partly = {p: cut(p, mask) if is_sharded(p) else mask for p, mask in partly.items()}
+        masks = coverage(s.pairs for s in self._stacks)  # of which most are not kept: a byte for every weight
+        self._covered = {p: int((~mask).sum()) for p, mask in masks.items()}
+        self._partly = {p: cut(p, m) if is_sharded(p) else m for p, m in masks.items() if self._covered[p]}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -256,8 +256,7 @@ class QuotientOptimizer(Optimizer):
     def __repr__(self) -> str:
         kinds = Counter((p.kind == "lora", p.usable_group().h) for s in self._stacks for p in s.given)
         parts = [f"{n} {'adapter' if lora else 'pair'}{'s' * (n > 1)} of rank {h}" for (lora, h), n in kinds.items()]
-        params, covered = chain.from_iterable(group["params"] for group in self.param_groups), self._covered
-        left = sum(int((~covered[p]).sum()) if p in covered else p.numel() for p in params)
+        left = sum(self._covered.get(p, p.numel()) for group in self.param_groups for p in group["params"])
         what = f"{', '.join(parts) or 'nothing'} on the quotient; {left} other weights by {self._rest()}"
         return f"{what}\n{super().__repr__()}"
 

@@ -1,7 +1,9 @@
 """Folders of adapters, against dense products that peft computes and against each other."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -14,7 +16,7 @@ from peft.utils import merge_utils
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
+from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix, lora_command
 from quotient_manifolds.adapters import balance, compare, folders, merge, merging, products, resize
 from quotient_manifolds.lora_command import main
 
@@ -621,23 +623,22 @@ except SystemExit:
     assert done.stdout.endswith("False\n")
 
 
-def test_a_command_that_is_told_to_end_removes_what_it_began(tmp_path):
-    one, before = saved(tmp_path / "one"), {"one"}
-    code = f"""
-import os, signal
-from quotient_manifolds import lora_command
-from quotient_manifolds.adapters import merging
-def ended(*_):
-    print(len(os.listdir({str(tmp_path)!r})))
-    os.kill(os.getpid(), signal.SIGTERM)
-    raise AssertionError("it went on")
-merging._config = ended
-lora_command.command()
-"""
-    words = [sys.executable, "-c", code, "merge", one, "--out", str(tmp_path / "out")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (143, "2\n"), done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == before
+def test_a_command_that_is_told_to_end_removes_what_it_began(tmp_path, monkeypatch):
+    one, seen = saved(tmp_path / "one"), []
+
+    def ended(*_):
+        seen.append(len([*tmp_path.iterdir()]))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(merging, "_config", ended)
+    monkeypatch.setattr(sys, "argv", ["quotient-lora", "merge", one, "--out", str(tmp_path / "out")])
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a command that does not listen goes on
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            lora_command.command()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (seen, [*tmp_path.iterdir()]) == ([2], [tmp_path / "one"])
 
 
 def test_the_config_says_which_layers_and_keeps_what_is_common(tmp_path):

@@ -86,3 +86,6 @@ def test_the_command(tmp_path, capsys):
     build("vit", seed=2).float().save_pretrained(tmp_path / "unrelated")
     assert cli.main(["same", *(str(tmp_path / name) for name in ("one", "unrelated"))]) == 1
     assert capsys.readouterr().out.splitlines()[0] == "unrelated"
+    build("bert").float().save_pretrained(tmp_path / "bert")
+    assert cli.main(["same", *(str(tmp_path / name) for name in ("one", "bert"))]) == 2
+    assert "the networks differ in their layers or embeddings" in capsys.readouterr().err

@@ -28,6 +28,8 @@ from .wiring import State
 KINDS = ("permutations", "rotation", "heads", "scales")
 #: A sweep that lowers the objective by less, relatively, is the last.
 _TOLERANCE = 1e-4
+#: Whatever the default device: orders and scores are made on the CPU, weights stay where they are.
+_ON_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -57,18 +59,19 @@ class Element:
     @torch.no_grad()
     def random(cls, model: nn.Module, seed: int = 0) -> Element:
         """Draw permutations of heads, queries, neurons, and entries of the stream, under RMSNorm with signs."""
-        form, g = _Form(model), torch.Generator().manual_seed(seed)
-        stream = None
-        if form.vectors:
-            scores = torch.randn(form.width, form.width, generator=g, dtype=torch.float64)
-            stream = permutation(scores, torch.zeros_like(scores), signs=not form.centring)
-        return cls(stream, {c.name: c.random(g) for c in form.cells})
+        with _ON_CPU:
+            form, g, stream = _Form(model), torch.Generator().manual_seed(seed), None
+            if form.vectors:
+                scores = torch.randn(form.width, form.width, generator=g, dtype=torch.float64)
+                stream = permutation(scores, torch.zeros_like(scores), signs=not form.centring)
+            return cls(stream, {c.name: c.random(g) for c in form.cells})
 
     @torch.no_grad()
     def of(self, model: nn.Module) -> nn.Module:
         """Return the moved canonical form of a network, a copy of the same function."""
-        form = _Form(model)
-        form.write(self)
+        with _ON_CPU:
+            form = _Form(model)
+            form.write(self)
         return form.model
 
 
@@ -165,11 +168,12 @@ def align_models(
     if isinstance(kinds, str) or not set(kinds) <= set(KINDS):
         raise ValueError(f"kinds is a collection of {', '.join(KINDS)}, got {kinds!r}")
     _check(reference, model)
-    a, b = _Form(reference), _Form(model)
-    descent, still = _Descent(a, b, kinds, {}), Element(None, {c.name: c.identity() for c in b.cells})
-    before = descent.costs(still)
-    after, history = descent.search(still)
-    b.write(after.element)
+    with _ON_CPU:
+        a, b = _Form(reference), _Form(model)
+        descent, still = _Descent(a, b, kinds, {}), Element(None, {c.name: c.identity() for c in b.cells})
+        before = descent.costs(still)
+        after, history = descent.search(still)
+        b.write(after.element)
     first, last = ({kind: square**0.5 for kind, square in found.squares.items()} for found in (before, after))
     return b.model, Alignment(a.model, after.element, first, last, descent.size**0.5, (before.total, *history))
 

@@ -100,7 +100,7 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
     >>> from quotient_manifolds.symmetries.whole import independence_test
     >>> def network():
     ...     layer = torch.nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
-    ...     return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    ...     return torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     >>> one = network()
     >>> other = copy.deepcopy(one)
     >>> for p in other.parameters():
