@@ -349,7 +349,7 @@ def table(zoos: Judged, given: Sequence[str] = CONTROLS) -> pd.DataFrame:
     pandas.DataFrame
         The verdict on every quantity, and partial τ with its corrected interval at every radius.
     """
-    lines = []
+    lines: list[dict[str, Any]] = []
     names = sorted({r.quantity for found in zoos.values() for r in found} - {*given}, key=_order)
     for zoo, found in zoos.items():
         words = verdicts(found)
