@@ -355,15 +355,10 @@ def table(zoos: Judged, given: Sequence[str] = CONTROLS) -> pd.DataFrame:
         words = verdicts(found)
         for name in names:
             own = [r for r in found if r.quantity == name]
-            line: dict[str, Any] = {
-                "collection": zoo,
-                "quantity": name,
-                "verdict": _verdict(name, own, words.get(name)),
-            }
+            line = dict[str, Any](collection=zoo, quantity=name, verdict=_verdict(name, own, words.get(name)))
             taus = [(r.rho, r.corrected) for r in own if r.corrected is not None]
-            lines += [
-                {**line, "radius": rho, "models": tau.models, **_with_interval(tau)} for rho, tau in taus
-            ] or [line]  # fmt: skip
+            lines += [{**line, "radius": rho, "models": tau.models, **_with_interval(tau)} for rho, tau in taus]
+            lines += [] if taus else [line]
     return pd.DataFrame(lines)
 
 

@@ -89,9 +89,8 @@ def test_squared_controls():
     assert plain.partial.low > 0.25
     assert squared.partial.value < 0.3 * plain.partial.value
     assert squared.corrected.value == squared.partial.value
-    line = "| margin | **yes, +**"
-    tables = [table(judged({"zoo": rows}, "gap", quadratic=q)).splitlines() for q in (False, True)]
-    assert [any(x.startswith(line) for x in lines) for lines in tables] == [True, False]
+    said = [of(table(judged({"zoo": rows}, "gap", quadratic=q)), quantity="margin") for q in (False, True)]
+    assert [found["verdict"].item() == "correlated, +" for found in said] == [True, False]
 
 
 def test_a_difference_is_that_of_the_partial_coefficients():
