@@ -259,12 +259,12 @@ class WeightSpace:
         moving, total = list(self.parameters.values()), dict[Tensor, Tensor]()
         for loss in losses:  # one after the other, so that a generator needs the memory of only one of them
             gradients = torch.autograd.grad(loss, moving, allow_unused=True) if loss.requires_grad else ()
-            if any(g is None for g in gradients) and "CheckpointFunctionBackward" in _operations(loss):
-                raise ValueError("checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False")
             for p, g in zip(moving, gradients, strict=False):
                 if g is not None:  # it may share memory and must not be written to
                     g = g.to_dense() if g.is_sparse else g
                     total[p] = total[p] + g if p in total else g
+            if len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
+                raise ValueError("checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False")
             del loss, gradients
         if not total:
             raise ValueError(

@@ -151,7 +151,8 @@ def test_too_few_models_with_a_target():
         targets(study(), "luck")
 
 
-def test_commands(tmp_path, capsys):
+def test_commands(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
     rows, path = study(), str(tmp_path / "r.jsonl")
     write_results(path, rows)
     assert cli.main(["table", path, "--short"]) == 0
