@@ -320,7 +320,7 @@ def finals(rows: Rows, steps: int, decay: float) -> dict[tuple[str, str], dict[i
 def report(rows: Rows, steps: int, decay: float) -> Iterator[str]:
     """Tables of the losses at the best rates and of differences, with 95 % t-intervals, and of the tuning."""
     final = finals(rows, steps, decay)
-    yield "| positions | method | rate of attention | of the rest | seeds | loss | against AdamW | against Muon |"
+    yield "| positions | method | learning rate, attention | the rest | seeds | loss | against AdamW | against Muon |"
     yield "|---|---|---|---|---|---|---|---|"
     for where, name in ((where, name) for where in POSITIONS for name in ALL if len(final.get((where, name), ())) > 1):
         own, (lr, other) = final[where, name], best(rows, where, steps, name, decay)
@@ -332,7 +332,7 @@ def report(rows: Rows, steps: int, decay: float) -> Iterator[str]:
             cells.append("" if name == rival else plus_minus(differences, "+"))
         yield f"| {' | '.join(cells)} |"
     yield ""
-    yield "| positions | method | loss in tuning, by the rates of attention and of the rest |"
+    yield "| positions | method | loss in tuning, by learning rate of attention and of the rest |"
     yield "|---|---|---|"
     for where, name in ((where, name) for where in POSITIONS for name in ALL):
         if found := sorted(tuned(rows, where, steps, name, decay).items()):
