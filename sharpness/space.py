@@ -310,7 +310,7 @@ class WeightSpace:
 
 def _operations(loss: Tensor) -> set[str]:
     """Return the names of the operations in the graph behind a loss."""
-    nodes: list[Any] = [loss.grad_fn]
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = {None, *nodes}
     for node in nodes:
         behind = {n for n, _ in node.next_functions} - seen
