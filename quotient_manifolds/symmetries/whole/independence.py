@@ -110,15 +110,16 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
     """
     from scipy.stats import poisson  # slow to import
 
-    (layers, known), (others, theirs) = _read(one), _read(other)
-    if [x.down.shape for x in layers] != [x.down.shape for x in others] or known.shape != theirs.shape:
-        raise ValueError("the networks differ in their layers or embeddings; compare networks of one architecture")
-    U, S, Vh = torch.linalg.svd(known.mT @ theirs)
-    U, V = U[:, 1e-9 * S[0] < S], Vh.mH[:, 1e-9 * S[0] < S]
-    agreeing, generator = 0, torch.Generator().manual_seed(0)
-    for x, y in zip(layers, others, strict=True):
-        by_input = _matching(x.gate @ U, y.gate @ V, generator)
-        agreeing += int((by_input == _matching(_unexplained(x) @ U, _unexplained(y) @ V, generator)).sum())
+    with torch.device("cpu"):  # whatever the default device: matchings and draws are made there
+        (layers, known), (others, theirs) = _read(one), _read(other)
+        if [x.down.shape for x in layers] != [x.down.shape for x in others] or known.shape != theirs.shape:
+            raise ValueError("the networks differ in their layers or embeddings; compare networks of one architecture")
+        U, S, Vh = torch.linalg.svd(known.mT @ theirs)
+        U, V = U[:, 1e-9 * S[0] < S], Vh.mH[:, 1e-9 * S[0] < S]
+        agreeing, generator = 0, torch.Generator().manual_seed(0)
+        for x, y in zip(layers, others, strict=True):
+            by_input = _matching(x.gate @ U, y.gate @ V, generator)
+            agreeing += int((by_input == _matching(_unexplained(x) @ U, _unexplained(y) @ V, generator)).sum())
     neurons = sum(len(x.down) for x in layers)
     return Independence(float(poisson.sf(agreeing - 1, len(layers))), agreeing, neurons, len(layers))
 
@@ -129,7 +130,7 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     form = canonical_form(copy.deepcopy(model).requires_grad_(True), state=state)
     w = form.wiring or Wiring()
     found = [[b for b in blocks if b.size == blocks[-1].size] for _, blocks in w.hidden]
-    layers = [_Neurons(*(state.read(b).mT for b in (bs[0], bs[-2], bs[-1]))) for bs in found if len(bs) > 1]
+    layers = [_Neurons(*(state.read(b).mT.cpu() for b in (bs[0], bs[-2], bs[-1]))) for bs in found if len(bs) > 1]
     layers = [x for x in layers if len(x.down) > x.down.shape[1] + 1]
     if not layers:
         raise ValueError(f"no layers of more neurons than the stream is wide are known of a {type(model).__name__}")
@@ -138,7 +139,7 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
         return layers, torch.eye(width, dtype=torch.float64)
     inner = {b.tensor for _, blocks in w.hidden for b in blocks} | {b.tensor for p in form.pairs for b in (*p.G, *p.H)}
     rows = [b for _, b in w.tables] + [b for _, a in w.writers for b in a.written if b.tensor not in inner]
-    return layers, torch.cat([state.read(b) for b in rows])
+    return layers, torch.cat([state.read(b).cpu() for b in rows])
 
 
 def _unexplained(x: _Neurons) -> Tensor:
