@@ -65,7 +65,8 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     Raises
     ------
     ValueError
-        No wiring is known of a model, or their layers differ.
+        Weights are not finite, no wiring is known of a model, their layers differ, or no layer has more neurons than
+        the stream is wide.
 
     Examples
     --------

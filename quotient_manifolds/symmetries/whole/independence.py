@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...linalg import finite
 from .canonical import canonical_form
 from .wiring import State, Wiring
 
@@ -87,7 +88,8 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
     Raises
     ------
     ValueError
-        No wiring is known of a network, the layers differ, or no layer has more neurons than the stream is wide.
+        Weights are not finite, no wiring is known of a network, the layers differ, or no layer has more neurons than
+        the stream is wide.
 
     Notes
     -----
@@ -126,6 +128,8 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
 
 def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     """Return the layers of neurons, and the rows in the stream whose index is known, all in canonical form."""
+    if wrong := next((name for name, p in model.named_parameters() if not finite(p)), None):
+        raise ValueError(f"{wrong} of a {type(model).__name__} has NaN or infinite entries")
     state = State()  # what is folded in float64 is exactly orthogonal to 1
     form = canonical_form(copy.deepcopy(model).requires_grad_(True), state=state)
     w = form.wiring or Wiring()
