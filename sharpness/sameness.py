@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import default_forward, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import change
-from quotient_manifolds.symmetries.modules import floats
+from quotient_manifolds.symmetries.modules import floats, tree_map
 from quotient_manifolds.symmetries.whole import Alignment, align_models, canonical_form, independence_test
 
 from .models import LoadedModel
@@ -65,7 +65,8 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     Raises
     ------
     ValueError
-        No wiring is known of a model, or their layers differ.
+        Weights are not finite, no wiring is known of a model, their layers differ, or no layer has more neurons than
+        the stream is wide.
 
     Examples
     --------
@@ -82,7 +83,8 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     tolerance = max(1e-8, min(1e3 * max(torch.finfo(t).eps for t in dtypes), 0.03))
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     a, b = (copy.deepcopy(m.model).to(wide) for m in (one, other))
-    test, apart = independence_test(a, b), _difference(a, b, one.example)
+    example = tree_map(lambda t: t.to(wide) if t.is_floating_point() else t, one.example)
+    test, apart = independence_test(a, b), _difference(a, b, example)
     evidence = [
         f"outputs on random inputs: {'not compared' if math.isnan(apart) else f'largest relative change {apart:.0e}'}",
         f"neurons matched alike by both sides: {test.agreeing:,} of {test.neurons:,}, by chance {test.layers}; "

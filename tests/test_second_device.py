@@ -21,7 +21,7 @@ from quotient_manifolds.symmetries import (
     plain_parameters_,
     verify,
 )
-from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_, verify_whole
+from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_, independence_test, verify_whole
 from reproduction import baselines
 
 from . import networks
@@ -191,6 +191,12 @@ def aligned(device):
     return model_distance(one, two, modulo="all").total
 
 
+def kinship(device):
+    """Neurons that two models share."""
+    one, two = (text_model(device)[0] for _ in range(2))
+    return float(independence_test(one, two).agreeing)
+
+
 class Unknown(torch.nn.Module):
     """Attention of one head."""
 
@@ -291,6 +297,7 @@ CALLS = {
     "along the worst of the whole": along_the_worst("complete-mix"),
     "adapters": adapters,
     "aligned": aligned,
+    "kinship": kinship,
     "points": points,
     "heads as points": heads_as_points,
     "examined": examined,
@@ -311,6 +318,7 @@ BY_DEFAULT = (
     "geodesic-inv",
     "complete-mix",
     "aligned",
+    "kinship",
     "turned",
     "verified",
     "distances",

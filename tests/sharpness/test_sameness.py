@@ -89,3 +89,12 @@ def test_the_command(tmp_path, capsys):
     build("bert").float().save_pretrained(tmp_path / "bert")
     assert cli.main(["same", *(str(tmp_path / name) for name in ("one", "bert"))]) == 2
     assert "the networks differ in their layers or embeddings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_inputs_are_passed_in_the_precision_that_the_weights_are_compared_in(dtype):
+    network, x = build("torch-post").float(), torch.randn(4, 5, 8)
+    one, other = LoadedModel(copy.deepcopy(network).to(dtype), x.to(dtype)), LoadedModel(network, x)
+    for found in (judge(one, other), judge(other, one)):
+        assert found.verdict == "one function"
+        assert "largest relative change" in evidence(found, "outputs")

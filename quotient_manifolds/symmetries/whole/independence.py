@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...linalg import finite
 from .canonical import canonical_form
 from .wiring import State, Wiring
 
@@ -87,7 +88,8 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
     Raises
     ------
     ValueError
-        No wiring is known of a network, the layers differ, or no layer has more neurons than the stream is wide.
+        Weights are not finite, no wiring is known of a network, the layers differ, or no layer has more neurons than
+        the stream is wide.
 
     Notes
     -----
@@ -110,26 +112,29 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
     """
     from scipy.stats import poisson  # slow to import
 
-    (layers, known), (others, theirs) = _read(one), _read(other)
-    if [x.down.shape for x in layers] != [x.down.shape for x in others] or known.shape != theirs.shape:
-        raise ValueError("the networks differ in their layers or embeddings; compare networks of one architecture")
-    U, S, Vh = torch.linalg.svd(known.mT @ theirs)
-    U, V = U[:, 1e-9 * S[0] < S], Vh.mH[:, 1e-9 * S[0] < S]
-    agreeing, generator = 0, torch.Generator().manual_seed(0)
-    for x, y in zip(layers, others, strict=True):
-        by_input = _matching(x.gate @ U, y.gate @ V, generator)
-        agreeing += int((by_input == _matching(_unexplained(x) @ U, _unexplained(y) @ V, generator)).sum())
+    with torch.device("cpu"):  # whatever the default device: matchings and draws are made there
+        (layers, known), (others, theirs) = _read(one), _read(other)
+        if [x.down.shape for x in layers] != [x.down.shape for x in others] or known.shape != theirs.shape:
+            raise ValueError("the networks differ in their layers or embeddings; compare networks of one architecture")
+        U, S, Vh = torch.linalg.svd(known.mT @ theirs)
+        U, V = U[:, 1e-9 * S[0] < S], Vh.mH[:, 1e-9 * S[0] < S]
+        agreeing, generator = 0, torch.Generator().manual_seed(0)
+        for x, y in zip(layers, others, strict=True):
+            by_input = _matching(x.gate @ U, y.gate @ V, generator)
+            agreeing += int((by_input == _matching(_unexplained(x) @ U, _unexplained(y) @ V, generator)).sum())
     neurons = sum(len(x.down) for x in layers)
     return Independence(float(poisson.sf(agreeing - 1, len(layers))), agreeing, neurons, len(layers))
 
 
 def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     """Return the layers of neurons, and the rows in the stream whose index is known, all in canonical form."""
+    if wrong := next((name for name, p in model.named_parameters() if not finite(p)), None):
+        raise ValueError(f"{wrong} of a {type(model).__name__} has NaN or infinite entries")
     state = State()  # what is folded in float64 is exactly orthogonal to 1
     form = canonical_form(copy.deepcopy(model).requires_grad_(True), state=state)
     w = form.wiring or Wiring()
     found = [[b for b in blocks if b.size == blocks[-1].size] for _, blocks in w.hidden]
-    layers = [_Neurons(*(state.read(b).mT for b in (bs[0], bs[-2], bs[-1]))) for bs in found if len(bs) > 1]
+    layers = [_Neurons(*(state.read(b).mT.cpu() for b in (bs[0], bs[-2], bs[-1]))) for bs in found if len(bs) > 1]
     layers = [x for x in layers if len(x.down) > x.down.shape[1] + 1]
     if not layers:
         raise ValueError(f"no layers of more neurons than the stream is wide are known of a {type(model).__name__}")
@@ -138,7 +143,7 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
         return layers, torch.eye(width, dtype=torch.float64)
     inner = {b.tensor for _, blocks in w.hidden for b in blocks} | {b.tensor for p in form.pairs for b in (*p.G, *p.H)}
     rows = [b for _, b in w.tables] + [b for _, a in w.writers for b in a.written if b.tensor not in inner]
-    return layers, torch.cat([state.read(b) for b in rows])
+    return layers, torch.cat([state.read(b).cpu() for b in rows])
 
 
 def _unexplained(x: _Neurons) -> Tensor:

@@ -72,3 +72,12 @@ def test_networks_without_neurons_are_refused():
         independence_test(nn.Linear(3, 3), nn.Linear(3, 3))
     with pytest.raises(ValueError, match="compare networks of one architecture"):
         independence_test(build("vit"), build("gpt2"))
+
+
+def test_networks_that_are_not_finite_are_refused():
+    broken = build("vit")
+    with torch.no_grad():
+        next(broken.parameters())[0] = torch.nan
+    for pair in ((build("vit"), broken), (broken, build("vit"))):
+        with pytest.raises(ValueError, match="cls_token of a ViTForImageClassification has NaN or infinite entries"):
+            independence_test(*pair)
