@@ -1,7 +1,7 @@
 """Measure the sharpness of transformers: by how much the loss can rise within a ball around the weights.
 
-The ball is measured so that attention heads with other factors of the same products get
-the same value (complete-inv: so that every known symmetry leaves it as it is).
+By default, attention heads with other factors of the same products get the same value;
+with complete-inv, all weights that a known symmetry leads to do.
 
 in a shell:
   sharpness demo

@@ -103,7 +103,7 @@ class DataChoice:
     label_map : mapping of str to int
         The class number of each label; if empty, labels are numbers or names in the model's configuration.
     header : bool
-        The first line of a .tsv or .csv file names the columns; without a header it is already data.
+        Whether the first line of a .tsv or .csv file names the columns; otherwise it is data.
     num_examples : int or None
         Number of examples: the first ones, but at random if they stand class by class, as in folders of classes.
     batch_size : int
@@ -111,8 +111,8 @@ class DataChoice:
     batches : int or None
         Number of batches at most.
     subset_seed : int or None
-        Choose the examples at random, with this seed; examples that stand class by class always are, by default with
-        the seed 0.
+        Seed of a random choice of examples. Without it the first examples are taken, unless they stand class by class:
+        then they are drawn with the seed 0.
     max_length : int
         Longest input in tokens, unless the tokenizer's limit is lower.
 
