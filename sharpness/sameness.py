@@ -181,7 +181,7 @@ def _between(a: nn.Module, b: nn.Module, found: Alignment) -> list[str]:
     for name, move in found.element.cells.items():
         what = "neurons" if name.endswith("neurons") else "heads"
         kinds += [f"permutation of {what}"] * bool((move.order.diff() != 1).any())
-        kinds += [f"group elements of {what}"] * (not all(_is_identity(A) for A in move.inner if A is not None))
+        kinds += [f"group elements of {what}"] * (not all(map(_is_identity, move.inner.values())))
     return list(dict.fromkeys(kinds))
 
 
