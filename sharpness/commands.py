@@ -258,7 +258,9 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
         found = judge(*two)
     say([found.verdict], "1")
     print(*found.evidence, sep="\n")
-    if out is not None:
+    if out is not None and found.distances.empty:
+        say([f"- there are no distances to write to {out}: the weights could not be aligned"], "33")
+    elif out is not None:
         write_text(out, found.distances.to_csv(index_label="kind"))
     return 0 if found.verdict.startswith("one function") else 1
 
