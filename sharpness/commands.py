@@ -117,13 +117,7 @@ def run(
     choice, passes = DataChoice(data, **chosen), {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
     for name in measure:
         checked_radii(measure_of(name), rho)
-    for path in filter(None, (out, report)):
-        check_file(path)
-        check_apart(path, [*places(model), checkpoint], places(data))
-    if report is not None:
-        with require_extra("a report needs matplotlib and pandas", "plot"):
-            import matplotlib  # noqa: F401
-            import pandas  # noqa: F401
+    _check_places(out, report, [*places(model), checkpoint], places(data))
     with torchrun(where := models.checked_device(device)) as group:
         leader = World(group).rank == 0
         loaded = models.load(model, checkpoint)
@@ -154,6 +148,17 @@ def run(
                 plots.write_report(report, network, batches[0], results, written, **passes)
                 print(f"report: {report}")
     return 0
+
+
+def _check_places(out: Path | None, report: Path | None, read: list[Any], data: list[Path]) -> None:
+    """Raise unless results may be written there, before anything is measured."""
+    for path in filter(None, (out, report)):
+        check_file(path)
+        check_apart(path, read, data)
+    if report is not None:
+        with require_extra("a report needs matplotlib and pandas", "plot"):
+            import matplotlib  # noqa: F401
+            import pandas  # noqa: F401
 
 
 def _print(result: SharpnessResult, guessing: float, *, verbose: bool) -> None:
