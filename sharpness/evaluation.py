@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import plain_class
+from quotient_manifolds.symmetries.modules import plain_class, preserve_model_state
 
 from .ascent import ASCENTS
 from .curvature import HessianOperator
@@ -29,7 +29,6 @@ from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, attached_space, collected
 from .options import Search
-from .perturb import preserved
 from .results import BatchResult, SharpnessResult
 
 #: Bytes of directions that are kept by default.
@@ -188,7 +187,7 @@ def _evaluate(
     total *= {"worst": search.steps * starts, "average": search.num_samples}.get(statistic, 1)
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
-    state = preserved(model)
+    state = preserve_model_state(model)
     with (
         world.together() as shares,
         state,

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
+from quotient_manifolds.symmetries.modules import is_narrow, pointing_to
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .ascent import norm
 from .building import build_blocks, divide, trainable
-from .direction import Direction
+from .direction import Direction, NetworkParts
 from .distributed import World
 from .measures import Measure, PairBlock
-from .perturb import becomes_float32, pointing_to, stands_on_narrow_base
 from .points import WeightBlock
-from .shares import NetworkParts
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
@@ -44,7 +43,7 @@ class Evidence:
     @property
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
-        rough = self._space.above_base or torch.is_autocast_enabled(self._space.device.type)
+        rough = self._space.rough or torch.is_autocast_enabled(self._space.device.type)
         return HALF_PRECISION / 3 if rough else _IN_FLOAT32
 
     def see(self, gradient: Mapping[Tensor, Tensor]) -> None:
@@ -142,9 +141,13 @@ class WeightSpace:
         moving = list(self.parameters.values())
         self.device = moving[0].device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
-        self.above_base = stands_on_narrow_base(model, moving)
         #: Whether the whole half-precision model is in float32 while attached.
-        self.in_float32 = becomes_float32(model, moving)
+        self.in_float32 = any(map(is_narrow, moving))
+        #: Whether weights are narrower than float32 even then.
+        self.rough = any(
+            p.dtype != at_least_float32(p.dtype) and not (self.in_float32 and p.is_floating_point())
+            for p in model.parameters()
+        )
         self.form: CanonicalForm | None = None
         self._in_order = self._build(pairs, only_some=bool(only))
         self._base: dict[Tensor, Tensor] = {} if self.form is None else self.form.values
@@ -227,8 +230,9 @@ class WeightSpace:
     def attached(self) -> Iterator[WeightSpace]:
         """Let the model's parameters point to copies that :meth:`move_to` writes; this is undone even after an error.
 
-        The copies are float32 at least, see :func:`sharpness.perturb.pointing_to`. Yields the space itself, with the
-        model at the base point.
+        The copies are float32 at least, and so is a half-precision model of which weights move, see
+        :func:`~quotient_manifolds.symmetries.modules.pointing_to`. Yields the space itself, with the model at the base
+        point.
         """
         copies = self._copies()
         with pointing_to(self._home, {**self._base, **copies}):

@@ -35,7 +35,7 @@ import quotient_manifolds as qm
 import sharpness
 from quotient_manifolds import optim, symmetries, testing
 from reproduction import cli as laboratory
-from sharpness import cli, data, measures, models, study
+from sharpness import cli, data, measures, models, plots, study
 from sharpness.files import read_table
 
 from . import docs_world, networks
@@ -584,9 +584,8 @@ def calls(rng, world):
                  "keep_directions": None, "group": None}
     targets = [(sharpness.evaluate, measuring)] * 12 + [(optim.QuotientAdam, {**adam, "betas": (0.9, 0.99),
                                                                               "eps": 1e-8})] * 3 + [
-        (sharpness.profile, {"model": model, "batch": batch, "direction": measured.direction(0), "loss_fn": None,
-                             "reach": 2.0,
-                             "points": 3, "micro_batch": None, "normalize_logits": False}),
+        (plots.plot_profile, {"model": model, "batch": batch, "direction": measured.direction(0), "loss_fn": None,
+                              "points": 3, "micro_batch": None, "normalize_logits": False}),
         (measured.__getitem__, {"rho": 0.1}), (measured.direction, {"batch_index": 0}),
         (sharpness.hessian, {**inputs, "loss_fn": None, "measure": "adaptive", "num_matvecs": 3, "seed": 0,
                              "micro_batch": None, "group": None}),

@@ -10,7 +10,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
-from sharpness import points
+from sharpness import plots, points
 from sharpness.space import WeightSpace
 
 from ..manifolds import CASES, Problem, data_of, dense_basis, loss, oracle, point, real, retraction
@@ -265,8 +265,8 @@ def test_points_of_the_quotient_are_measured_as_orbits(name, measure):
     assert (model.x - x).abs().max() > 0.1
     assert list(values()) == pytest.approx(before, rel=1e-8)
     result = evaluate(model, data, measure, steps=6)
-    found = sharpness.profile(model, data, result.direction(0), loss, points=5)
-    assert found.losses["second-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-10)
+    drawn = plots.plot_profile(model, data, result.direction(0), points=5, loss_fn=loss)
+    assert drawn.axes[0].lines[-1].get_ydata()[3] == pytest.approx(result.batches[0].worst_loss, rel=1e-10)
     assert sum(s.share for s in result.by_layer()) == pytest.approx(1)
     with sharpness.perturbed(model, result.direction(0)):
         assert model(data).item() == pytest.approx(result.batches[0].worst_loss, rel=1e-10)
