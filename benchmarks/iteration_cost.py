@@ -131,11 +131,13 @@ def measure(options: argparse.Namespace) -> None:
                     task = BatchLoss(space, objective, batch, 0)
 
                     def ascend(task=task, space=space, name=name) -> float:
-                        start, known = time.perf_counter(), [(task.base, task.base_gradient)]
+                        start, known, last = time.perf_counter(), [task.base], space.empty()
 
-                        def f(x: torch.Tensor, _: bool) -> tuple[float, torch.Tensor]:
-                            # The last step needs no backward pass: give it one. The first point is known.
-                            return known.pop() if known else task.with_gradient(x)
+                        def f(x: torch.Tensor, out: torch.Tensor | None) -> float:
+                            if known and out is not None:  # the first point
+                                out.copy_(task.base_gradient)
+                                return known.pop()
+                            return task(x, last if out is None else out)  # the last step is given a backward pass
 
                         ASCENTS[options.ascent](f, space.empty().zero_(), RADII[name], options.steps)
                         sync()

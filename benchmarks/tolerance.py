@@ -76,16 +76,13 @@ def recorded(task: BatchLoss, rho: float, gaps: list[float]) -> Any:
     """A batch's loss as a function to maximise, which notes the gap at the start and at every new best point."""
     values: list[float] = []
 
-    def f(x: torch.Tensor, wanted: bool) -> tuple[float, torch.Tensor | None]:
-        if not values:
-            value, g = task.base, task.base_gradient
-        else:
-            value, g = task.with_gradient(x) if wanted else (task(x), None)
+    def f(x: torch.Tensor, g: torch.Tensor | None) -> float:
+        value = task(x if values else None, g)
         # The start does not count: the first iterate replaces it, whatever its value.
         if g is not None and value > max(values[1:], default=-float("inf")):
             gaps.append(rho * float(g.norm()) - float(g @ x))
         values.append(value)
-        return value, g
+        return value
 
     return f
 

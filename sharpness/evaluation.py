@@ -306,17 +306,21 @@ class _Climb:
             raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
         flat = rho * space.norm(loss.base_gradient) <= 10 * info.eps * abs(loss.base)
         at_weights = start == 0 and not flat
-        known = [(loss.base, loss.base_gradient)] if at_weights else []  # the pass at the weights was made before
+        known = [loss.base_gradient] if at_weights else []  # the pass at the weights was made before
         if last:
             del loss.base_gradient
         values: list[float] = []
 
-        def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
-            value, gradient = known.pop() if known else loss.with_gradient(x) if wanted else (loss(x), None)
+        def f(x: Tensor, out: Tensor | None) -> float:
+            if known and out is not None:
+                out.copy_(known.pop())
+                value = loss.base
+            else:
+                value = loss(x, out)
             values.append(value)
             if len(values) > 1:  # the start is no step
                 self._show(rho, values)
-            return value, gradient
+            return value
 
         climb, best = partial(ASCENTS[search.ascent], f, base=loss.base, world=space.world), None
         point = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)

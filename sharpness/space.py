@@ -263,7 +263,8 @@ class WeightSpace:
                 if g is not None:  # it may share memory and must not be written to
                     g = g.to_dense() if g.is_sparse else g
                     total[p] = total[p] + g if p in total else g
-            if len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
+            # Every batch is differentiated at the base point first, so the graph is read there alone.
+            if self._at is None and len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
                 raise ValueError("checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False")
             del loss, gradients
         if not total:
@@ -294,12 +295,12 @@ class WeightSpace:
         return self.pull_back(self.differentiate([losses] if isinstance(losses, Tensor) else losses), self._at)
 
     @torch.no_grad()
-    def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None) -> Tensor:
+    def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Pull a gradient with respect to the parameters at R(at) back, block by block, to (dim,).
 
-        Each tensor of the gradient is freed after its last block.
+        It is written to ``out``, if given. Each tensor of the gradient is freed after its last block.
         """
-        out = self.empty()
+        out = self.empty() if out is None else out
         with torch.autocast(self.device.type, enabled=False):
             for (block, part), (_, c), last in zip(self.each(out), self.each(at), self._last_used, strict=True):
                 block.pull_back_(part, gradient, c)
