@@ -79,7 +79,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
         for which they have a meaning, or in those listed under ``measures``. ``{}`` is the measure itself.
     search : Search
         The search for the largest loss; in a file its attributes are entries like the others.
-    micro_batch, normalize_logits
+    micro_batch
         As for :func:`sharpness.evaluate`.
     device : str
         Device of torch.
@@ -113,7 +113,6 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     ablations: tuple[dict[str, Any], ...] = ({},)
     search: Search = field(default_factory=Search)
     micro_batch: Annotated[int, Meta(ge=1)] | None = None
-    normalize_logits: bool = False
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -131,7 +130,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of :func:`sharpness.evaluate`."""
-        return {**asdict(self.search), "micro_batch": self.micro_batch, "normalize_logits": self.normalize_logits}
+        return {**asdict(self.search), "micro_batch": self.micro_batch}
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results.

@@ -191,7 +191,7 @@ def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str
     statistic = ablation.get("statistic", "worst")
     if name in LOCAL:
         statistic = LOCAL[name][1]
-        own = ("micro_batch", "normalize_logits", "group", "progress", "seed")
+        own = ("micro_batch", "group", "progress", "seed")
         settings = {k: v for k, v in settings.items() if k in own}
     return evaluate(model, batches, measure=switched(name, ablation), statistic=statistic, **settings)
 

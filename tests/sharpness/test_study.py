@@ -19,7 +19,6 @@ BASE = {"checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"normalize_logits": "false"}, "Expected `bool`, got `str` - at `$.normalize_logits`"),
         ({"seed": "abc"}, "Expected `int.*`, got `str` - at `$.search.seed`"),
         ({"steps": True}, "Expected `int.*`, got `bool` - at `$.search.steps`"),
         ({"steps": 0}, "steps must be .* at least 1"),
