@@ -105,7 +105,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
             written["model"] = {"name": model, "checkpoint": own.checkpoint, "digest": digest}
         for name in own.measure:
             with naming(f"{model} on {data}"):
-                shown: dict[str, Any] = {"ablation": {}, "rho": own.rho, "progress": leader and not own.quiet}
+                shown: dict[str, Any] = {"rho": own.rho, "progress": leader and not own.quiet}
                 results.append(result := measured(name, network, batches, group=group, **how, **shown))
             if leader:
                 guessing = guessing or losses.loss_of_guessing(network, batches[0], own.micro_batch)

@@ -78,7 +78,7 @@ SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
          "data": {"source": "xy.pt", "batch_size": 4, "subset_seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
          "rho": {"adaptive": [0.1, 0.3]},
-         "ablations": [{}, {"elementwise": "vector", "measures": ["adaptive"]}], "baselines": "mine:norms",
+         "baselines": "mine:norms",
          "initial": "collection/net0.pt",
          "steps": 2, "relative_tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
          "device": "cpu"}
