@@ -125,7 +125,7 @@ def test_networks_that_are_not_wired_are_compared_by_their_outputs():
     broken = copy.deepcopy(one)
     nn.init.constant_(broken.model.weight, torch.nan)
     for pair in ((broken, broken), (one, broken), (broken, one)):
-        with pytest.raises(ValueError, match="NaN or infinite|no layers"):
+        with pytest.raises(ValueError, match=r"NaN or infinite|no layers"):
             judge(*pair)
 
 

@@ -154,6 +154,14 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
         down = affine(model, "classifier")
         w.neurons.append(neurons("pre_classifier", "relu", readers[0], down))
         w.hidden.append(("pre_classifier neurons", (*readers[0].written, down.matrix)))
+    pooled = (
+        (base, "pooler.dense", "classifier|cls.seq_relationship"),
+        (model, "classifier.dense", "classifier.out_proj"),
+    )
+    for root, up, down in pooled:
+        if has(root, up) and has(model, down):
+            w.hidden.append((f"{up} neurons", (*affine(root, up).written, affine(model, down).matrix)))
+            w.odd |= set() if type(base).__name__ == "ElectraModel" else {f"{up} neurons"}  # which has GELU
     for names in (heads["logits"], heads["pairs"]):
         w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
     return readers or [affine(model, "classifier.dense|classifier")]
