@@ -158,10 +158,11 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
         (base, "pooler.dense", "classifier|cls.seq_relationship"),
         (model, "classifier.dense", "classifier.out_proj"),
     )
-    for root, up, down in pooled:
-        if has(root, up) and has(model, down):
-            w.hidden.append((f"{up} neurons", (*affine(root, up).written, affine(model, down).matrix)))
-            w.odd |= set() if type(base).__name__ == "ElectraModel" else {f"{up} neurons"}  # which has GELU
+    for root, dense, reader in pooled:
+        if has(root, dense) and has(model, reader):
+            w.hidden.append((f"{dense} neurons", (*affine(root, dense).written, affine(model, reader).matrix)))
+            if type(base).__name__ != "ElectraModel":  # whose head has GELU
+                w.odd.add(f"{dense} neurons")
     for names in (heads["logits"], heads["pairs"]):
         w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
     return readers or [affine(model, "classifier.dense|classifier")]

@@ -130,7 +130,8 @@ class Cell:
     def random(self, generator: torch.Generator) -> Move:
         """Draw an order of the units, and of the queries in each."""
         sizes = ((self.units,), (self.units, self.queries))
-        return Move(*(torch.rand(size, generator=generator).argsort() for size in sizes))
+        order, queries = (torch.rand(size, generator=generator).argsort() for size in sizes)
+        return Move(order, queries)
 
     def identity(self) -> Move:
         """Return the move that changes nothing."""
