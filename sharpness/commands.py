@@ -52,8 +52,8 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     """Measure the sharpness of a model on data.
 
     Measure by how much the loss of a model on data can rise within a ball around its
-    weights. Under torchrun (torchrun --nproc-per-node N -m sharpness run ...) the work is
-    spread over the processes, with the same result.
+    weights. `torchrun --nproc-per-node N -m sharpness run ...` spreads the work over
+    N processes, with the same result.
 
     in a shell:
       sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512 --out result.json
@@ -224,7 +224,9 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
         found = judge(*two)
     say([found.verdict], "1")
     print(*found.evidence, sep="\n")
-    if out is not None:
+    if out is not None and found.distances.empty:
+        say([f"- there are no distances to write to {out}: the weights could not be aligned"], "33")
+    elif out is not None:
         write_text(out, found.distances.to_csv(index_label="kind"))
     return 0 if found.verdict.startswith("one function") else 1
 
@@ -288,9 +290,10 @@ def symmetries(
 def canonicalize(model: str, *, out: Path) -> int:
     """Save a model in canonical form: norms folded, layers centred.
 
-    Save a model of transformers in canonical form. Its function stays the same, and
-    all weights that differ only by a continuous symmetry outside the heads have the
-    same canonical form. transformers loads the new folder like the old one.
+    Save a model of transformers in canonical form. Its function stays the same. Weights
+    that differ only in what norms, biases and embeddings can pass to one another get
+    one form; heads, neurons and the basis of the residual stream are left as they are.
+    transformers loads the new folder like the old one.
 
     in a shell:
       sharpness canonicalize path/to/vit --out canonical

@@ -25,6 +25,7 @@ from .ascent import ASCENTS
 from .curvature import HessianOperator
 from .direction import Direction
 from .distributed import World, is_sharded_model
+from .errors import blocks
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, attached_space, collected
@@ -280,7 +281,7 @@ class _Climb:
         loss.worst_error = loss.base_error
         for sample in range(self.search.num_samples):
             losses.append(loss(self._random(sample).mul_(rho)))
-            self._show(rho, losses[-1], max(losses))
+            self._show(rho, losses)
         return BatchResult(
             batch=loss.index, rho=rho, value=statistics.fmean(losses) - loss.base, base_loss=loss.base,
             worst_loss=max(losses), base_error=loss.base_error, history=tuple(losses),
@@ -312,7 +313,7 @@ class _Climb:
                 value = loss(x, out)
             values.append(value)
             if len(values) > 1:  # the start is no step
-                self._show(rho, value, max(values))
+                self._show(rho, values)
             return value
 
         climb, best = partial(ASCENTS[search.ascent], f, base=loss.base, world=space.world), None
@@ -355,9 +356,10 @@ class _Climb:
             )
         return xi
 
-    def _show(self, rho: float, value: float, top: float) -> None:
+    def _show(self, rho: float, losses: list[float]) -> None:
         self.bar.update()
-        self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
+        best = f"rho={rho:g}, best={max(losses):.4f} {blocks(losses[-20:], min(losses))}"
+        self.bar.set_postfix_str(best, refresh=False)
 
 
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:

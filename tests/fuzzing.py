@@ -65,6 +65,9 @@ sweep sweep.json --quiet --out out
 run bert dev.tsv --text sentence --measure gradient-norm --quiet --out bert/model.safetensors
 symmetries bert
 compare bert bert
+same bert vit --out same.csv
+same bert bert --out same.csv
+same collection/net0.pt collection/net0.pt --model mine:model --out same.csv
 sweep collection/net0.pt collection/net1.pt --model mine:model --data xy.pt --steps 2 --quiet --out out
 table done
 demo --quiet --out missing/out.png
