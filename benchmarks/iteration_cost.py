@@ -16,12 +16,12 @@ import torch
 from _common import write
 from torch import nn
 
+from quotient_manifolds.symmetries.modules import preserve_model_state
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
 from sharpness.ascent import ASCENTS
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
 from sharpness.measuring import BatchLoss
-from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
 
 RADII = {"geodesic-inv": 0.05, "complete-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace) -> None:
                     ascend()
                     return setup, [(bare(), ascend(), bare()) for _ in range(options.repeats)]
 
-            state = preserved(model)
+            state = preserve_model_state(model)
             with state, state:
                 setup, pairs = measured()
             ratios = [step / ((before + after) / 2) for before, step, after in pairs]

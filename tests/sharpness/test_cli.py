@@ -223,7 +223,7 @@ def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, monkeypatch):
 
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(Path(__file__).parent)
-    monkeypatch.setattr("sharpness.plots.profile", too_flat)
+    monkeypatch.setattr("sharpness.plots.plot_profile", too_flat)
     out, report = tmp_path / "out.json", tmp_path / "report.html"
     arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
     assert cli.main([*arguments, "--report", str(report)]) == 0

@@ -15,7 +15,7 @@ from quotient_manifolds.symmetries.whole import (
 )
 from quotient_manifolds.symmetries.whole.align import KINDS
 from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
-from quotient_manifolds.symmetries.whole.units import Cell, Move, Part, acted
+from quotient_manifolds.symmetries.whole.units import Cell, Part, acted
 from tests.whole_networks import BACKBONES, FAMILIES, build, forward, headed, inputs
 
 #: Units that may be permuted, layer by layer: of attention and of neurons.
@@ -64,8 +64,6 @@ def test_copies_meet(family):
         assert torch.equal(p, q)
     _, plain = align_models(model, copied, kinds=())
     assert plain.distance > 0.3 * plain.size  # the moves were some
-    _, single = align_models(copy.deepcopy(model).float(), copied.float())
-    assert single.distance < 1e-3 * single.size
 
 
 @pytest.mark.parametrize("family", ["bert", "bert-pretraining", "distilbert", "gpt_neox", "siglip"])
@@ -196,9 +194,10 @@ def test_units_and_queries_are_matched_best(acts):
     """Against all orders of two groups of three queries, these by their products with the keys."""
     torch.manual_seed(2)
     queries = torch.arange(6).view(3, 2)
-    cell = Cell("", (Part("qk", [], GL(4), 6, queries=queries),), 2, 3)
+    cell = Cell("", (Part("qk", [], GL(4), 6 if acts else 0, queries=queries),), 2, 3)
     x, y = (torch.randn(2, 1, 9, 4, dtype=torch.float64) for _ in range(2))
-    order, chosen = matched(cell, [x], [y], [acts])
+    found = matched(cell, [x], [y])
+    order, chosen = found.order, found.queries
 
     def score(i, j, q):
         rows = torch.cat([queries[list(q)].flatten(), torch.arange(6, 9)])
@@ -285,7 +284,7 @@ def test_what_cannot_be_aligned():
 def test_identity_and_random_moves():
     cell = Cell("", (Part("neurons", [], GL(5, diagonal=True), columns=True),), 5)
     x = torch.randn(5, 1, 3, 1)
-    assert torch.equal(cell.moved(0, x, cell.identity()), x)
+    assert torch.equal(cell.moved([x], cell.identity())[0], x)
     drawn = cell.random(torch.Generator().manual_seed(0))
     assert sorted(drawn.order.tolist()) == list(range(5))
-    assert torch.equal(cell.moved(0, x, Move(drawn.order, drawn.queries, (None,))), x[drawn.order])
+    assert torch.equal(cell.moved([x], drawn)[0], x[drawn.order])
