@@ -20,6 +20,8 @@ from typing import Any
 #: The commands, with what they ask for.
 _ADAPTERS = {"merge": "adapters", "resize": "adapter", "balance": "adapter", "compare": "one other"}
 
+_METHODS = "a weighted sum (the default), TIES or DARE of the products, or their mean in a metric of the quotient"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of the process; an error is one line, with exit code 2."""
@@ -62,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
             own.add_argument("--energy", type=float, default=1.0, help="share of the squared singular values to keep")
         if name == "merge":
             own.add_argument("--weights", nargs="+", type=float, help="one for each adapter (default: a mean)")
-            own.add_argument("--method", choices=("sum", "ties", "dare", "inv", "mix"), default="sum")
+            own.add_argument("--method", choices=("sum", "ties", "dare", "inv", "mix"), default="sum", help=_METHODS)
             own.add_argument("--space", choices=("core", "knots"), default="core", help="of TIES and DARE")
             own.add_argument("--density", type=float, default=0.5, help="share of entries that TIES and DARE keep")
             own.add_argument("--seed", type=int, default=0, help="of DARE")
