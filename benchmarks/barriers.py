@@ -105,7 +105,7 @@ def compared(first: Trained, options: argparse.Namespace, data: Data, done: set[
             a, paths = found.reference, {method: straight(found.reference, b)}
         seconds = round(time.process_time() - start, 1)
         if method == ALL:
-            cells = {name: replace(m, inner=(None,) * len(m.inner)) for name, m in found.element.cells.items()}
+            cells = {name: replace(m, inner={}) for name, m in found.element.cells.items()}
             paths[names[1]] = straight(a, replace(found.element, cells=cells).of(other))
             paths[names[2]] = geodesic(a, b)
         for name, path in paths.items():

@@ -16,12 +16,12 @@ import torch
 from _common import write
 from torch import nn
 
+from quotient_manifolds.symmetries.modules import preserve_model_state
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
 from sharpness.ascent import ASCENTS
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
 from sharpness.measuring import BatchLoss
-from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
 
 RADII = {"geodesic-inv": 0.05, "complete-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
@@ -131,11 +131,13 @@ def measure(options: argparse.Namespace) -> None:
                     task = BatchLoss(space, objective, batch, 0)
 
                     def ascend(task=task, space=space, name=name) -> float:
-                        start, known = time.perf_counter(), [(task.base, task.base_gradient)]
+                        start, known, last = time.perf_counter(), [task.base], space.empty()
 
-                        def f(x: torch.Tensor, _: bool) -> tuple[float, torch.Tensor]:
-                            # The last step needs no backward pass: give it one. The first point is known.
-                            return known.pop() if known else task.with_gradient(x)
+                        def f(x: torch.Tensor, out: torch.Tensor | None) -> float:
+                            if known and out is not None:  # the first point
+                                out.copy_(task.base_gradient)
+                                return known.pop()
+                            return task(x, last if out is None else out)  # the last step is given a backward pass
 
                         ASCENTS[options.ascent](f, space.empty().zero_(), RADII[name], options.steps)
                         sync()
@@ -144,7 +146,7 @@ def measure(options: argparse.Namespace) -> None:
                     ascend()
                     return setup, [(bare(), ascend(), bare()) for _ in range(options.repeats)]
 
-            state = preserved(model)
+            state = preserve_model_state(model)
             with state, state:
                 setup, pairs = measured()
             ratios = [step / ((before + after) / 2) for before, step, after in pairs]

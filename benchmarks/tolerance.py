@@ -15,11 +15,11 @@ import _vit_cifar10
 import torch
 from _common import write
 
+from quotient_manifolds.symmetries.modules import preserve_model_state
 from sharpness.ascent import ASCENTS
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
 from sharpness.measuring import BatchLoss
-from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
 
 #: Two decades a measure, up to the largest radius at which the given network's loss rises by 1 to 4.
@@ -51,7 +51,7 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
     for draw in range(options.batches):
         batch = _vit_cifar10.images(options.images, "train", options.size, seed=100 + 10 * checkpoint + draw)
 
-        state, space = preserved(net), WeightSpace(net, MEASURES[name])
+        state, space = preserve_model_state(net), WeightSpace(net, MEASURES[name])
         with state, state, space.attached():
             task = BatchLoss(space, Objective(), batch, 0)
             for index, rho in enumerate(RADII[name]):
@@ -76,16 +76,13 @@ def recorded(task: BatchLoss, rho: float, gaps: list[float]) -> Any:
     """A batch's loss as a function to maximise, which notes the gap at the start and at every new best point."""
     values: list[float] = []
 
-    def f(x: torch.Tensor, wanted: bool) -> tuple[float, torch.Tensor | None]:
-        if not values:
-            value, g = task.base, task.base_gradient
-        else:
-            value, g = task.with_gradient(x) if wanted else (task(x), None)
+    def f(x: torch.Tensor, g: torch.Tensor | None) -> float:
+        value = task(x if values else None, g)
         # The start does not count: the first iterate replaces it, whatever its value.
         if g is not None and value > max(values[1:], default=-float("inf")):
             gaps.append(rho * float(g.norm()) - float(g @ x))
         values.append(value)
-        return value, g
+        return value
 
     return f
 

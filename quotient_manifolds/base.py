@@ -104,8 +104,51 @@ class TangentSpace(ABC):
         return torch.add(self.x + u, self.acceleration(u), alpha=0.5)
 
 
+class _Remembering(geoopt.Manifold):
+    """A manifold that factorises a point once for all that follows at it."""
+
+    _complex_allowed = True
+    #: A reference to the last point, a copy of it, and the tangent space at the copy.
+    _last: tuple[weakref.ref[Tensor], Tensor, TangentSpace] | None = None
+
+    @abstractmethod
+    def _tangent_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
+        """Factorise the checked point x."""
+
+    def _vector_space(self, x: Tensor, u: Tensor, name: str = "u") -> TangentSpace:
+        """Return the tangent space at x for a vector that fits: the last one, if x lives and has not changed since."""
+        check_vector(self, x, u, name)
+        by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+        differentiable = by_transform or (x.requires_grad and torch.is_grad_enabled())
+        last = self._last  # another thread may replace it
+        if last is not None and not differentiable:
+            reference, copy, space = last
+            if reference() is x and x.dtype == copy.dtype and x.device == copy.device and torch.equal(x, copy):
+                return space
+        self._assert_check_shape(x.shape, "x")
+        check_dtype(self, x, self._complex_allowed)
+        if differentiable:
+            return self._tangent_space(x, True)
+        copy = x.detach().clone()
+        space = self._tangent_space(copy, False)
+        if not torch.is_inference_mode_enabled():
+            forget = functools.partial(self.__dict__.pop, "_last")  # called with the reference, pop's default
+            self.__dict__["_last"] = weakref.ref(x, forget), copy, space
+        return space
+
+    def _horizontal(self, x: Tensor, u: Tensor) -> tuple[Any, Tensor]:
+        """Return the tangent space at x, and the horizontal part of a finite vector."""
+        space = self._vector_space(x, u)
+        check_finite(self, u)
+        return space, space.proju(u)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave what is remembered behind when the manifold is copied or pickled."""
+        return {name: value for name, value in self.__dict__.items() if name != "_last"}
+
+
 @in_own_precision
-class QuotientManifold(geoopt.Manifold):
+class QuotientManifold(_Remembering):
     r"""Base class of manifolds whose points are orbits of a group that acts on full-rank tensors.
 
     A point is one real or complex tensor, a representative of its orbit; a tangent vector is the horizontal lift at
@@ -137,13 +180,6 @@ class QuotientManifold(geoopt.Manifold):
     __scaling__ = geoopt.Manifold.__scaling__.copy()
     ndim = 2
     reversible = False
-    _complex_allowed = True
-    #: A reference to the last point, a copy of it, and the tangent space at the copy.
-    _last: tuple[weakref.ref[Tensor], Tensor, TangentSpace] | None = None
-
-    @abstractmethod
-    def _tangent_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
-        """Factorise the checked point x."""
 
     @abstractmethod
     def row_split(self) -> list[int]:
@@ -188,37 +224,6 @@ class QuotientManifold(geoopt.Manifold):
             Wrong shape or dtype, NaN or infinite entries, a rank-deficient point.
         """
         return self._vector_space(x, x)
-
-    def _vector_space(self, x: Tensor, u: Tensor, name: str = "u") -> TangentSpace:
-        """Return the tangent space at x for a vector that fits: the last one, if x lives and has not changed since."""
-        check_vector(self, x, u, name)
-        by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
-        differentiable = by_transform or (x.requires_grad and torch.is_grad_enabled())
-        last = self._last  # another thread may replace it
-        if last is not None and not differentiable:
-            reference, copy, space = last
-            if reference() is x and x.dtype == copy.dtype and x.device == copy.device and torch.equal(x, copy):
-                return space
-        self._assert_check_shape(x.shape, "x")
-        check_dtype(self, x, self._complex_allowed)
-        if differentiable:
-            return self._tangent_space(x, True)
-        copy = x.detach().clone()
-        space = self._tangent_space(copy, False)
-        if not torch.is_inference_mode_enabled():
-            forget = functools.partial(self.__dict__.pop, "_last")  # called with the reference, pop's default
-            self.__dict__["_last"] = weakref.ref(x, forget), copy, space
-        return space
-
-    def _horizontal(self, x: Tensor, u: Tensor) -> tuple[Any, Tensor]:
-        """Return the tangent space at x, and the horizontal part of a finite vector."""
-        space = self._vector_space(x, u)
-        check_finite(self, u)
-        return space, space.proju(u)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave what is remembered behind when the manifold is copied or pickled."""
-        return {name: value for name, value in self.__dict__.items() if name != "_last"}
 
     @__scaling__(ScalingInfo(u=-1))
     def acceleration(self, x: Tensor, u: Tensor) -> Tensor:

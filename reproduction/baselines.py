@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
-from quotient_manifolds.symmetries.modules import default_forward
+from quotient_manifolds.symmetries.modules import default_forward, pointing_to
 from sharpness.building import trainable
 from sharpness.losses import IGNORED, Objective, labels_of, to_float32
-from sharpness.perturb import becomes_float32, pointing_to
 
 __all__ = [
     "baselines", "critical_sharpness", "distance", "fisher_trace", "geodesic_distance", "margin", "norms",
@@ -48,7 +47,7 @@ def baselines(
     """
     moving = [p for p in model.parameters() if p.requires_grad and p.dtype != at_least_float32(p.dtype)]
     wide: dict[Tensor, Tensor] = {p: p.data.to(at_least_float32(p.dtype)) for p in moving}
-    batches = [to_float32(batch) for batch in batches] if becomes_float32(model, moving) else list(batches)
+    batches = [to_float32(batch) for batch in batches] if moving else list(batches)
     with pointing_to(model, wide):
         parts = [part for batch in batches for _, part in Objective(micro_batch=_PIECE).pieces(model, batch)]
         found = {

@@ -188,10 +188,12 @@ def maximised(problem: Problem, u: _Array, v: _Array, rho: float, *, steps: int 
     tu, tv = torch.from_numpy(u), torch.from_numpy(v)
 
     def ascend(product: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor, radius: float) -> float:
-        def f(x: torch.Tensor, wanted: bool) -> tuple[float, torch.Tensor]:
+        def f(x: torch.Tensor, out: torch.Tensor | None) -> float:
             z = x.detach().requires_grad_()
             loss = (X @ product(z) - y).square().sum()
-            return float(loss.detach()), torch.autograd.grad(loss, z)[0]
+            if out is not None:
+                out.copy_(torch.autograd.grad(loss, z)[0])
+            return float(loss.detach())
 
         return max(auto_pgd(f, s.clone(), radius, steps).value for s in (start, -start)) - base
 

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .curvature import HessianOperator
-    from .direction import Direction, Profile, perturbed, profile
+    from .direction import Direction, LayerShare, LayerShares, perturbed
     from .evaluation import evaluate, gradient_norm, hessian
     from .measures import MEASURES, Measure, get_measure
     from .options import Search
     from .results import BatchResult, SharpnessResult
     from .sam import GeodesicSAM
-    from .shares import LayerShare, LayerShares
     from .space import WeightSpace
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "LayerShare",
     "LayerShares",
     "Measure",
-    "Profile",
     "Search",
     "SharpnessResult",
     "WeightSpace",
@@ -32,7 +30,6 @@ __all__ = [
     "gradient_norm",
     "hessian",
     "perturbed",
-    "profile",
 ]
 
 

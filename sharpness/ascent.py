@@ -42,8 +42,8 @@ from .distributed import World
 
 __all__ = ["ASCENTS", "Ascent", "auto_pgd", "power"]
 
-#: ``f(x, wanted) -> (value, gradient)``; the gradient is None unless it is wanted.
-Function = Callable[[Tensor, bool], tuple[float, Tensor | None]]
+#: ``f(x, out) -> value``, which writes the gradient to ``out``, (dim,), unless that is None.
+Function = Callable[[Tensor, Tensor | None], float]
 #: Number of elements of a vector that are processed at a time on a CPU, so that they stay in its cache.
 _CHUNK = 2**18
 #: Momentum of the power iteration.
@@ -78,8 +78,8 @@ class Ascent:
     to first order:
 
     >>> import torch
-    >>> def f(x, wanted):
-    ...     return float(x.sum()), torch.ones_like(x)
+    >>> def f(x, out):
+    ...     return float(x.sum()) if out is None else float(out.fill_(1) @ x)
     >>> found = power(f, torch.zeros(2), 1.0, 20, relative_tol=1e-3)
     >>> round(found.value, 4), len(found.history), abs(found.fw_gap) < 1e-6, found.converged
     (1.4142, 2, True, True)
@@ -102,7 +102,7 @@ def power(
     Parameters
     ----------
     f : callable
-        ``f(x, wanted) -> (value, gradient)``; the gradient, (dim,), may be None unless it is wanted. Every iterate is a
+        ``f(x, out) -> value``, which writes the gradient to ``out``, (dim,), unless that is None. Every iterate is a
         linear combination of ``start`` and gradients: where these are horizontal, no projection is needed.
     start : Tensor
         (dim,), the origin or a point of the ball's surface; it may be overwritten.
@@ -127,13 +127,13 @@ def power(
 
     >>> import torch
     >>> a = torch.tensor([1.0, 2.0, 5.0])
-    >>> def f(x, wanted):
-    ...     return float(a @ x.square()), 2 * a * x
+    >>> def f(x, out):
+    ...     return float(a @ x.square()) if out is None else float(torch.mul(2 * a, x, out=out) @ x / 2)
     >>> round(power(f, torch.ones(3) / 3**0.5, 1.0, 20).value, 3)
     5.0
     """
-    value, g = f(start, True)
-    assert g is not None
+    g, spare = _two_like(start)
+    value = f(start, g)
     history, base, best, top = [value], value if base is None else base, start, value
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
     begun, momentum, omega = norm(start, world) > 0, False, 1.0
@@ -148,18 +148,17 @@ def power(
         vectors = (g, best) if other is None else (g, best, other)
         x = _combine_(torch.empty_like(best) if other is None else other, vectors, weights)
         del vectors
-        value, gradient = f(x, k < steps)
+        value = f(x, spare if k < steps else None)
         history.append(value)
         if not begun or value > top:
             other, momentum = (best, True) if begun else (None, False)
             omega, begun, best, top, gap = min(1.0, 1.2 * omega), True, x, value, None
-            if gradient is not None:
-                g = gradient
+            if k < steps:
+                g, spare = spare, g
                 gram = gram_matrix(g, best, *([] if other is None else [other]), world=world)
                 gap, slope = _gap(gram, radius)
         else:
             other, momentum, omega = x, False, omega / 2
-        del gradient
     converged = _done(gap, top, base, relative_tol, best.dtype) if relative_tol > 0 else None
     return Ascent(best, top, tuple(history), gap, converged, slope)
 
@@ -206,13 +205,14 @@ def auto_pgd(
 
     >>> import torch
     >>> g = torch.tensor([3.0, -4.0])
-    >>> def f(x, wanted):
-    ...     return float(g @ x), g
+    >>> def f(x, out):
+    ...     return float(g @ x) if out is None else float(out.copy_(g) @ x)
     >>> auto_pgd(f, torch.zeros(2), 0.5, steps=20).point
     tensor([ 0.3000, -0.4000])
     """
-    value, g = f(start, True)
-    assert g is not None
+    gradients = _two_like(start)
+    g = gradients[0]
+    value = f(start, g)
     history, base, x, previous = [value], value if base is None else base, start, start
     best, top, best_g = x, value, g
     gap, slope = None, None
@@ -224,14 +224,15 @@ def auto_pgd(
         weights = _pgd_weights(gram_matrix(x, previous, g, world=world), radius, eta, alpha=1.0 if k == 1 else 0.75)
         out = torch.empty_like(x) if previous is x or previous is best else previous
         previous, x = x, _combine_(out, (x, previous, g), weights)
-        del out, g  # what is not needed is freed: each vector is as large as the model
-        new, gradient = f(x, k < steps)
-        g = best_g if gradient is None else gradient
+        del out  # what is not needed is freed: each vector is as large as the model
+        wanted = k < steps
+        g = gradients[int(best_g is gradients[0])] if wanted else best_g
+        new = f(x, g if wanted else None)
         raised += new > value
         value = new
         history.append(value)
         if value > top:
-            best, top, best_g, known, gap = x, value, g, gradient is not None, None
+            best, top, best_g, known, gap = x, value, g, wanted, None
             if known:
                 gap, slope = _gap(gram_matrix(g, x, world=world), radius)
         if k in marks:
@@ -241,7 +242,6 @@ def auto_pgd(
                 eta /= 2
                 value, x, previous, g = top, best, best, best_g
             last_mark, raised, top_at_mark = k, 0, top
-        del gradient
     if gap is None and known:
         gap, _ = _gap(gram_matrix(best_g, best, world=world), radius)
     converged = _done(gap, top, base, relative_tol, best.dtype) if relative_tol > 0 else None
@@ -297,6 +297,11 @@ def _done(gap: float | None, top: float, base: float, relative_tol: float, dtype
 
 
 # -- arithmetic on vectors as long as a model, in few passes -----------------------------------------------------------
+
+
+def _two_like(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the gradient at the best iterate and for the next one: new memory costs three passes."""
+    return torch.empty_like(x), torch.empty_like(x)
 
 
 def _chunks(*vectors: Tensor) -> list[tuple[Tensor, ...]]:

@@ -34,7 +34,7 @@ from typing import Any, Literal, NoReturn
 
 from . import commands, sweeps
 from .errors import EXPECTED, painted, words_of
-from .options import DataChoice, Search
+from .options import DataChoice, RunOptions, Search
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     added = top.add_subparsers(title="commands", metavar="COMMAND", prog=top.prog)
     data: dict[str, Any] = {"data": DataChoice}
     first = {
-        commands.run: data,
+        commands.run: {**data, "measurement": RunOptions},
         sweeps.sweep: {"without a configuration": sweeps.plan_of, **data},
         commands.symmetries: data,
     }

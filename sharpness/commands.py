@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import naming, require_extra, say
 from .files import check_apart, check_file, write_json
-from .options import DataChoice, Search
+from .options import DataChoice, RunOptions, Search
 
 if TYPE_CHECKING:
     from .results import SharpnessResult
@@ -48,28 +48,12 @@ def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool =
     return 0
 
 
-def run(
-    model: str,
-    data: str,
-    *,
-    measure: tuple[str, ...] = ("geodesic-inv",),
-    rho: tuple[float, ...] | None = None,
-    out: Path | None = None,
-    report: Path | None = None,
-    checkpoint: str | None = None,
-    micro_batch: int | None = None,
-    device: str = "cpu",
-    normalize_logits: bool = False,
-    verbose: bool = False,
-    quiet: bool = False,
-    command: str = "",
-    **chosen: Any,
-) -> int:
+def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     """Measure the sharpness of a model on data.
 
     Measure by how much the loss of a model on data can rise within a ball around its
-    weights. Under torchrun (torchrun --nproc-per-node N -m sharpness run ...) the work is
-    spread over the processes, with the same result.
+    weights. `torchrun --nproc-per-node N -m sharpness run ...` spreads the work over
+    N processes, with the same result.
 
     in a shell:
       sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512 --out result.json
@@ -84,27 +68,6 @@ def run(
         Images: a folder of class folders; text: a .tsv, .csv, .jsonl or .parquet table; a folder saved by datasets
         (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of transformers; or
         module:function, a function of yours that returns batches.
-    measure
-        One or several of geodesic-inv, geodesic-mix, complete-inv, complete-mix (default radius 0.1), adaptive (0.5),
-        euclidean (0.05), and gradient-norm, riemannian-hessian, euclidean-hessian, which have no radius.
-    rho
-        Radii of the ball, by default the measure's own.
-    out
-        JSON file for results, command, versions and digests.
-    report
-        HTML file with the results, figures of the worst directions and all settings.
-    checkpoint
-        Local weights for a named model (.safetensors, or a state dict saved by torch).
-    micro_batch
-        Pass so many examples at a time, to save memory.
-    device
-        cpu or cuda.
-    normalize_logits
-        Divide every example's logits by their standard deviation over the classes.
-    verbose
-        Print also how it was measured.
-    quiet
-        Show no progress.
     """
     from . import losses, models, plots
     from .distributed import World, torchrun
@@ -113,46 +76,49 @@ def run(
     from .study.plan import as_data, of_model, places
     from .study.run import measured, versions
 
-    search = Search(**{f.name: chosen.pop(f.name) for f in fields(Search) if f.name in chosen})
-    choice, passes = DataChoice(data, **chosen), {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
-    for name in measure:
-        checked_radii(measure_of(name), rho)
-    for path in filter(None, (out, report)):
+    search, own = (
+        cls(**{f.name: chosen.pop(f.name) for f in fields(cls) if f.name in chosen}) for cls in (Search, RunOptions)
+    )
+    choice, passes = DataChoice(data, **chosen), {"micro_batch": own.micro_batch}
+    for name in own.measure:
+        checked_radii(measure_of(name), own.rho)
+    for path in filter(None, (own.out, own.report)):
         check_file(path)
-        check_apart(path, [*places(model), checkpoint], places(data))
-    if report is not None:
+        check_apart(path, [*places(model), own.checkpoint], places(data))
+    if own.report is not None:
         with require_extra("a report needs matplotlib and pandas", "plot"):
             import matplotlib  # noqa: F401
             import pandas  # noqa: F401
-    with torchrun(where := models.checked_device(device)) as group:
+    with torchrun(where := models.checked_device(own.device)) as group:
         leader = World(group).rank == 0
-        loaded = models.load(model, checkpoint)
-        if checkpoint is None and loaded.folder is None and ":" not in model:
+        loaded = models.load(model, own.checkpoint)
+        if own.checkpoint is None and loaded.folder is None and ":" not in model:
             raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
         network, batches = loaded.model.to(where), choice.load(loaded, where)
         remarks, how = [*loaded.remarks, *batches.remarks], {**asdict(search), **passes}
         written: dict[str, Any] = {"command": command, "versions": versions(), "settings": how, "remarks": remarks}
         say((f"- {remark}" for remark in remarks if leader), "33")
         results, guessing = list[Any](), 0.0
-        if leader and (out or report):
+        if leader and (own.out or own.report):
             written["data"] = as_data(choice)
-            written["model"] = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
-        for name in measure:
+            digest = of_model(model, own.checkpoint)
+            written["model"] = {"name": model, "checkpoint": own.checkpoint, "digest": digest}
+        for name in own.measure:
             with naming(f"{model} on {data}"):
-                shown: dict[str, Any] = {"ablation": {}, "rho": rho, "progress": leader and not quiet}
+                shown: dict[str, Any] = {"rho": own.rho, "progress": leader and not own.quiet}
                 results.append(result := measured(name, network, batches, group=group, **how, **shown))
             if leader:
-                guessing = guessing or losses.loss_of_guessing(network, batches[0], micro_batch)
-                _print(result, guessing, verbose=verbose)
-                if out is not None:
-                    found = [{"quantity": n, **r.to_dict()} for n, r in zip(measure, results, strict=False)]
-                    write_json(out, {**written, "results": found})
+                guessing = guessing or losses.loss_of_guessing(network, batches[0], own.micro_batch)
+                _print(result, guessing, verbose=own.verbose)
+                if own.out is not None:
+                    found = [{"quantity": n, **r.to_dict()} for n, r in zip(own.measure, results, strict=False)]
+                    write_json(own.out, {**written, "results": found})
         if leader:
             if table := summary(results):
                 print(table)
-            if report is not None:
-                plots.write_report(report, network, batches[0], results, written, **passes)
-                print(f"report: {report}")
+            if own.report is not None:
+                plots.write_report(own.report, network, batches[0], results, written, **passes)
+                print(f"report: {own.report}")
     return 0
 
 
@@ -258,7 +224,9 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
         found = judge(*two)
     say([found.verdict], "1")
     print(*found.evidence, sep="\n")
-    if out is not None:
+    if out is not None and found.distances.empty:
+        say([f"- there are no distances to write to {out}: the weights could not be aligned"], "33")
+    elif out is not None:
         write_text(out, found.distances.to_csv(index_label="kind"))
     return 0 if found.verdict.startswith("one function") else 1
 
@@ -322,9 +290,10 @@ def symmetries(
 def canonicalize(model: str, *, out: Path) -> int:
     """Save a model in canonical form: norms folded, layers centred.
 
-    Save a model of transformers in canonical form. Its function stays the same, and
-    all weights that differ only by a continuous symmetry outside the heads have the
-    same canonical form. transformers loads the new folder like the old one.
+    Save a model of transformers in canonical form. Its function stays the same. Weights
+    that differ only in what norms, biases and embeddings can pass to one another get
+    one form; heads, neurons and the basis of the residual stream are left as they are.
+    transformers loads the new folder like the old one.
 
     in a shell:
       sharpness canonicalize path/to/vit --out canonical

@@ -1,26 +1,40 @@
-"""A tangent vector at the weights of a model, the model moved along it, and the loss there."""
+"""A tangent vector at the weights of a model: where it lies, and the model moved along it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import as_count, in_double
+from quotient_manifolds.linalg import in_double
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import is_point, is_sharded, to_device
+from quotient_manifolds.symmetries.blocks import Block
+from quotient_manifolds.symmetries.modules import is_point, is_sharded, pointing_to
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import block_class, divide, named_weights
-from .losses import LossFunction, Objective, to_float32
-from .measures import Measure
-from .perturb import becomes_float32, pointing_to, preserved
-from .points import PointBlock
+from .measures import Measure, PairBlock
+from .points import PointBlock, WeightBlock
+
+#: The parts of a network, in the order of tables.
+PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
+
+#: Layer, part, and number of the attention head or None: a :class:`LayerShare` without its share.
+Place = tuple[str, str, int | None]
+
+_OF_PAIRS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA", "glu": "MLP", "relu": "MLP"}
+_EMBEDDING = re.compile(
+    r"embed|cls_token|dist_token|distillation_token|mask_token|(^|[._])(wte|wpe|shared)\b|patch|conv1"
+)
+_HEAD = re.compile(
+    r"(^|\.)(classifier|pre_classifier|score|lm_head|head|fc|fc_out|pooler|cls|proj|visual_projection)(\.|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -114,15 +128,17 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     ...     model(x).T
     tensor([[2.8944, 1.2236]])
     """
-    base, moved = _along(model, direction)
+    base, moved = along(model, direction)
     with pointing_to(model, {**base, **moved(t)}):
         yield model
 
 
-def _along(
+def along(
     model: nn.Module, direction: Direction
 ) -> tuple[Mapping[Tensor, Tensor], Callable[[float], dict[Tensor, Tensor]]]:
     """Return the weights of a model's representative, and a function from t to those at t, for :func:`pointing_to`."""
+    if not isinstance(direction, Direction):
+        raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
     parameters = named_weights(model)
     if any(is_sharded(p) for p in parameters.values()):
         raise ValueError("a sharded model cannot be moved along a direction; load the whole checkpoint")
@@ -161,109 +177,139 @@ def _along(
     return base, moved
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The loss along a direction.
+# -- where it lies -----------------------------------------------------------------------------------------------------
+
+
+class LayerShare(NamedTuple):
+    """The share of a part of a layer in a worst direction.
 
     Attributes
     ----------
-    measure : str
-        Name of the measure whose direction it is.
-    lengths : tuple of float
-        Signed distance from the weights, in the measure's metric.
-    losses : dict of str to tuple of float
-        Losses by the path: ``"second-order"`` or ``"exact"`` geodesic, or ``"first-order"``, the straight line.
-    radius : float
-        Length of the direction.
+    layer : str
+        The block that contains an attention module, such as ``vit.layers.3``; else the module.
+    part : str
+        The part of the network, one of :data:`sharpness.direction.PARTS`.
+    head : int or None
+        Number of the attention head, from 0; None for weights that are not divided by heads.
+    share : float
+        Share of the squared length in the measure's metric, between 0 and 1.
 
     Examples
     --------
-    Where along its worst direction a model's loss has doubled:
-
-    >>> found = Profile("adaptive", (0.0, 0.1, 0.2, 0.3), {"first-order": (0.5, 0.6, 0.9, 1.3)}, radius=0.2)
-    >>> losses = found.losses["first-order"]
-    >>> next(s for s, loss in zip(found.lengths, losses) if loss >= 2 * losses[0])
-    0.3
+    >>> LayerShare("layers.0", "Q–K", head=1, share=0.25)
+    LayerShare(layer='layers.0', part='Q–K', head=1, share=0.25)
     """
 
-    measure: str
-    lengths: tuple[float, ...]
-    losses: dict[str, tuple[float, ...]]
-    radius: float
+    layer: str
+    part: str
+    head: int | None
+    share: float
 
 
-def profile(
-    model: nn.Module,
-    batch: Any,
-    direction: Direction,
-    loss_fn: LossFunction | None = None,
-    *,
-    points: int = 33,
-    micro_batch: int | None = None,
-    normalize_logits: bool = False,
-) -> Profile:
-    r"""Evaluate the loss along a direction through a model's weights, :math:`L(R_θ(tξ))` for t in [−2, 2].
+class LayerShares(list[LayerShare]):
+    """Shares in the order of the model's parameters, which add up to 1; ``print`` shows a table with a row per layer.
 
-    The path is the geodesic of the direction's measure, and the straight line, ``"first-order"``. For a measure that
-    divides out nothing they are the same.
+    Parameters
+    ----------
+    iterable : iterable of LayerShare, optional
+
+    Examples
+    --------
+    ``result.by_layer()`` gives one. Printed, it adds up the heads of a layer:
+
+    >>> first, second = LayerShare("layers.0", "Q–K", 0, 0.5), LayerShare("layers.0", "Q–K", 1, 0.2)
+    >>> print(LayerShares([first, second, LayerShare("layers.0", "MLP", None, 0.3)]))
+    layer         Q–K    MLP
+    layers.0    70.0%  30.0%
+    """
+
+    def by_part(self) -> dict[str, float]:
+        """Add up the layers and heads of every part, in the order of :data:`sharpness.direction.PARTS`."""
+        found = {part: sum(s.share for s in self if s.part == part) for part in PARTS}
+        return {part: share for part, share in found.items() if share > 0}
+
+    def __str__(self) -> str:
+        sums: dict[tuple[str, str], float] = {}
+        for s in self:
+            sums[s.layer, s.part] = sums.get((s.layer, s.part), 0.0) + s.share
+        parts = [part for part in PARTS if any(part == other for _, other in sums)]
+        rows = [["layer", *parts]]
+        for layer in dict.fromkeys(layer for layer, _ in sums):
+            shares = [sums.get((layer, part)) for part in parts]
+            rows.append([layer, *("" if share is None else f"{share:.1%}" for share in shares)])
+        widths = [max(len(row[0]) for row in rows), *(max(7, len(part)) for part in parts)]
+        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+class NetworkParts:
+    """The layer and part to which every entry of every parameter belongs.
+
+    Queries and keys, values and outputs are known from the model's pairs, trainable or not; the others from the kind of
+    their module: weights of embeddings and convolutions, and parameters named as tokens, count as embeddings, all
+    vectors as norms and biases, a last linear layer as the head, and all other matrices as MLP.
 
     Parameters
     ----------
     model : nn.Module
-        Its weights are restored, even after an error.
-    batch : tuple, dict or other
-        A batch as for :func:`sharpness.evaluate`.
-    direction : Direction
-        ξ, for example ``result.direction(0)``.
-    loss_fn : callable, optional
-        As for :func:`sharpness.evaluate`.
-    points : int
-        Number of values of t, at least 2; 4k + 1 of them include −1, 0 and 1.
-    micro_batch, normalize_logits
-        As passed to :func:`sharpness.evaluate`.
-
-    Returns
-    -------
-    Profile
-        :func:`sharpness.plots.plot_profile` draws it.
-
-    Raises
-    ------
-    ValueError
-        There are fewer than two points, or the direction is of another model.
-
-    Examples
-    --------
-    At t = 1 the loss is the worst one that :func:`sharpness.evaluate` found:
-
-    >>> from torch import nn
-    >>> import sharpness, torch
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> batch = torch.randn(16, 4), torch.arange(16) % 3
-    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
-    >>> found = sharpness.profile(model, batch, result.direction(0), points=5)
-    >>> [round(t, 2) for t in found.lengths]
-    [-1.0, -0.5, 0.0, 0.5, 1.0]
-    >>> abs(found.losses["first-order"][3] - result.batches[0].worst_loss) < 1e-4
-    True
+    names : mapping of str to Tensor
+        Its parameters that move, by name.
+    pairs : iterable of SymmetricPair
+        All its pairs, frozen ones too.
     """
-    if not isinstance(direction, Direction):
-        raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
-    points = as_count("points", points, least=2)
-    measure, objective = direction.measure, Objective(loss_fn, normalize_logits, micro_batch)
-    parameters = named_weights(model)
-    batch = to_device(batch, next(iter(parameters.values())).device)
-    if becomes_float32(model, [parameters[name] for name in direction.tensors if name in parameters]):
-        batch = to_float32(batch)
-    times = [4 * i / (points - 1) - 2 for i in range(points)]
-    ways = dict.fromkeys((measure.geodesic, "first-order")) if measure.divides else ("first-order",)
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    state = preserved(model)
-    with state, state, torch.inference_mode(False), torch.enable_grad():
-        for way in ways:
-            base, moved = _along(model, replace(direction, measure=replace(measure, geodesic=way)))
-            for t in times:
-                with pointing_to(model, {**base, **moved(t)}):
-                    found[way].append(objective.value(model, batch))
-    losses = {way: tuple(values) for way, values in found.items()}
-    return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)
+
+    def __init__(self, model: nn.Module, names: Mapping[str, Tensor], pairs: Iterable[SymmetricPair]) -> None:
+        pairs = [p for p in pairs if p.group is not None]
+        self._inside: dict[Tensor, list[tuple[str, Block]]] = {}
+        for pair in pairs:
+            for part in pair.G + pair.H + pair.null:
+                self._inside.setdefault(part.tensor, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), part))
+        attention = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"}
+        tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
+        self._layers, self._rest = dict[Tensor, str](), dict[Tensor, str]()
+        for name, p in names.items():
+            self._layers[p], self._rest[p] = _layer(name, attention), "MLP"
+            if self._layers[p] not in attention and _HEAD.search(name):
+                self._rest[p] = "head"
+            elif p in tables or (p.dim() > 1 and _EMBEDDING.search(name)):
+                self._rest[p] = "embeddings"
+            elif p.squeeze().dim() < 2:
+                self._rest[p] = "norms and biases"
+
+    def squares(self, vector: Iterable[tuple[WeightBlock, Tensor]]) -> dict[Place, float]:
+        """Add up the squared coordinates at every place, in the order of the parameters.
+
+        Coordinates of single weights have the shape of their parameter, or as many numbers.
+        """
+        found: dict[Place, float] = {}
+        for place, square in (entry for block, c in vector for entry in self._of_block(block, c)):
+            found[place] = found.get(place, 0.0) + square
+        layers = list(dict.fromkeys([*self._layers.values(), *(layer for layer, *_ in found)]))
+        places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
+        return {place: found[place] for place in places if found[place] > 0}
+
+    def _of_block(self, block: WeightBlock, c: Tensor) -> Iterator[tuple[Place, float]]:
+        if isinstance(block, PairBlock):
+            for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
+                layer = self._layers[pair.G[0].tensor]
+                if pair.metric and pair.kind != "point":  # weights that are computed from a point
+                    layer = _block(pair.module)
+                yield (layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head), square
+        else:
+            p, squares = block.parameter, c.square()
+            for name, part in self._inside.get(p, ()):
+                yield (self._layers[p], name, None), float(part.of(squares).sum())
+                part.of(squares).zero_()
+            yield (self._layers[p], self._rest[p], None), float(squares.sum())
+
+
+def _block(module: str) -> str:
+    """Cut a path after its last number: ``vit.layers.3.attention`` is in ``vit.layers.3``."""
+    parts = module.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=len(parts) - 1)
+    return ".".join(parts[: last + 1])
+
+
+def _layer(parameter: str, blocks: Collection[str]) -> str:
+    """Find the block of the attention module that contains a parameter, or else the parameter's own module."""
+    inside = [b for b in blocks if parameter.startswith(f"{b}.")]
+    return max(inside, key=len) if inside else _block(parameter.rpartition(".")[0]) or parameter

@@ -1,7 +1,8 @@
-"""Errors that users can cause, in one sentence."""
+"""What is said to users: errors in one sentence, colours, small drawings."""
 
 from __future__ import annotations
 
+import math
 import os
 import pkgutil
 import sys
@@ -75,6 +76,17 @@ def require_extra(what: str, extra: str) -> Iterator[None]:
 def painted(text: str, code: str, stream: TextIO) -> str:
     """Colour text for a terminal by a code of ANSI; for files and pipes, and under NO_COLOR, it stays as it is."""
     return f"\033[{code}m{text}\033[0m" if stream.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def blocks(values: Iterable[float], least: float = 0.0) -> str:
+    """Draw a block for each number, with heights from ``least`` to the largest of them; what is no number gets none.
+
+    >>> blocks([0.0, 0.5, 1.0, math.nan])
+    '▁▅█ '
+    """
+    heights = [max(v - least, 0.0) for v in values]
+    most = max((h for h in heights if math.isfinite(h)), default=0.0) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * h / most)] if math.isfinite(h) else " " for h in heights)
 
 
 def say(lines: Iterable[str], code: str, stream: TextIO | None = None) -> None:

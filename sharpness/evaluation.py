@@ -19,17 +19,17 @@ from tqdm.auto import tqdm
 
 from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import plain_class
+from quotient_manifolds.symmetries.modules import plain_class, preserve_model_state
 
 from .ascent import ASCENTS
 from .curvature import HessianOperator
 from .direction import Direction
 from .distributed import World, is_sharded_model
+from .errors import blocks
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, attached_space, collected
 from .options import Search
-from .perturb import preserved
 from .results import BatchResult, SharpnessResult
 
 #: Bytes of directions that are kept by default.
@@ -41,9 +41,8 @@ _HALVINGS = 12
 def evaluate(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None, statistic: str = "worst",
-    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, normalize_logits: bool = False,
-    micro_batch: int | None = None, keep_directions: bool | None = None, progress: bool = True,
-    group: ProcessGroup | None = None, **search: Any,
+    pairs: Sequence[SymmetricPair] | None = None, micro_batch: int | None = None, keep_directions: bool | None = None,
+    progress: bool = True, group: ProcessGroup | None = None, **search: Any,
 ) -> SharpnessResult:  # fmt: skip
     r"""Measure the sharpness of a model: how far the loss rises within a ball around its weights.
 
@@ -69,10 +68,6 @@ def evaluate(
     pairs : sequence of SymmetricPair, optional
         The pairs that are divided out, by default ``find_symmetric_pairs(model)``, with the first batch if there is
         attention of an unknown class, which outside of given pairs is a warning and a remark.
-    only : str, optional
-        A regular expression: parameters whose names do not match it, and pairs with such, are not moved.
-    normalize_logits : bool
-        See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
         Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
     keep_directions : bool, optional
@@ -110,12 +105,11 @@ def evaluate(
     >>> 0 < float(result[0.1]) < float(result[0.5])
     True
     """
-    objective = Objective(loss_fn, normalize_logits, micro_batch)
+    objective = Objective(loss_fn, micro_batch)
     measure, radii, options = _checked(get_measure(measure), rho, statistic, search)
     return _evaluate(
-        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs=pairs,
-        only=only,
-    )  # fmt: skip
+        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs
+    )
 
 
 def gradient_norm(
@@ -174,7 +168,8 @@ def hessian(
 
 def _evaluate(
     model: nn.Module, batches: Iterable[Any], measure: Measure, radii: tuple[float, ...], statistic: str,
-    search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None, **which: Any,
+    search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None,
+    pairs: Sequence[SymmetricPair] | None,
 ) -> SharpnessResult:  # fmt: skip
     """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
     sharded = is_sharded_model(model)
@@ -188,13 +183,13 @@ def _evaluate(
     total *= {"worst": search.steps * starts, "average": search.num_samples}.get(statistic, 1)
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
-    state = preserved(model)
+    state = preserve_model_state(model)
     with (
         world.together() as shares,
         state,
         state,
         progress_bar(total or None, measure.name, "step", progress=progress) as bar,
-        attached_space(model, batches, measure, objective, **which) as (space, numbered),
+        attached_space(model, batches, measure, objective, pairs) as (space, numbered),
     ):
         for index, batch in numbered:
             if not world.owns(index):
@@ -286,7 +281,7 @@ class _Climb:
         loss.worst_error = loss.base_error
         for sample in range(self.search.num_samples):
             losses.append(loss(self._random(sample).mul_(rho)))
-            self._show(rho, losses[-1], max(losses))
+            self._show(rho, losses)
         return BatchResult(
             batch=loss.index, rho=rho, value=statistics.fmean(losses) - loss.base, base_loss=loss.base,
             worst_loss=max(losses), base_error=loss.base_error, history=tuple(losses),
@@ -305,17 +300,21 @@ class _Climb:
             raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
         flat = rho * space.norm(loss.base_gradient) <= 10 * info.eps * abs(loss.base)
         at_weights = start == 0 and not flat
-        known = [(loss.base, loss.base_gradient)] if at_weights else []  # the pass at the weights was made before
+        known = [loss.base_gradient] if at_weights else []  # the pass at the weights was made before
         if last:
             del loss.base_gradient
         values: list[float] = []
 
-        def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
-            value, gradient = known.pop() if known else loss.with_gradient(x) if wanted else (loss(x), None)
+        def f(x: Tensor, out: Tensor | None) -> float:
+            if known and out is not None:
+                out.copy_(known.pop())
+                value = loss.base
+            else:
+                value = loss(x, out)
             values.append(value)
             if len(values) > 1:  # the start is no step
-                self._show(rho, value, max(values))
-            return value, gradient
+                self._show(rho, values)
+            return value
 
         climb, best = partial(ASCENTS[search.ascent], f, base=loss.base, world=space.world), None
         point = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
@@ -357,9 +356,10 @@ class _Climb:
             )
         return xi
 
-    def _show(self, rho: float, value: float, top: float) -> None:
+    def _show(self, rho: float, losses: list[float]) -> None:
         self.bar.update()
-        self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
+        best = f"rho={rho:g}, best={max(losses):.4f} {blocks(losses[-20:], min(losses))}"
+        self.bar.set_postfix_str(best, refresh=False)
 
 
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:

@@ -76,7 +76,8 @@ class BatchLoss:
         self.space, self.objective, self.index, self.pieces = space, objective, index, _share(space, objective, batch)
         self.passes = 0
         self.worst_error: float | None = None
-        self.base, self.base_gradient = self.with_gradient(None)
+        self.base_gradient = space.empty()
+        self.base = self(None, self.base_gradient)
         self.base_error, first = self.worst_error, self._first
         self._check_second_pass(first)
         objective.check_pieces(space.model, batch, all_of_them=index == 0)
@@ -87,22 +88,21 @@ class BatchLoss:
                 f"{self.base:.6g}; check the model and loss_fn for a square root or logarithm at zero"
             )
 
-    def __call__(self, xi: Tensor) -> float:
-        """Evaluate the loss at the vector with coordinates xi."""
+    def __call__(self, xi: Tensor | None, out: Tensor | None = None) -> float:
+        """Evaluate the loss at a vector (None: at the weights), and write the gradient there to ``out``, if given."""
         self.space.move_to(xi)
-        with self.objective.only_values():
-            for _ in self.losses():
-                pass
-        return self._total(xi)
-
-    def with_gradient(self, xi: Tensor | None) -> tuple[float, Tensor]:
-        """Evaluate also the gradient, at None that of the weights."""
-        self.space.move_to(xi)
+        if out is None:
+            with self.objective.only_values():
+                for _ in self.losses():
+                    pass
+            return self._total(xi)
         with torch.enable_grad():
             gradient = self.space.differentiate(self.losses())
         if xi is None:
             self.space.evidence.see(gradient)
-        return self._total(xi), self.space.pull_back(gradient, xi)
+        value = self._total(xi)
+        self.space.pull_back(gradient, xi, out)
+        return value
 
     def losses(self) -> Iterator[Tensor]:
         """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
@@ -192,21 +192,21 @@ def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[f
 
 @contextmanager
 def attached_space(
-    model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective, *,
-    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None,
+    model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
+    pairs: Sequence[SymmetricPair] | None = None,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
         raise ValueError(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
-    make = partial(ShardedSpace if is_sharded_model(model) else WeightSpace, model, only=only)
+    make = partial(ShardedSpace if is_sharded_model(model) else WeightSpace, model)
     with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         first = next(stream, stream)
         if first is stream:
             raise ValueError("batches is empty; pass at least one batch")
-        first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
+        first = to_device(first, next(iter(trainable(model, whole=False).values())).device)
         remarks: list[str] = []
         loss, pairs = _check_first(model, objective, first, measure, pairs, remarks)
         if measure.form == "own":

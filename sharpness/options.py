@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -73,6 +74,49 @@ class Search:
             raise ValueError(f"relative_tol must be a number of at least 0, got {tol!r}")
         if self.ascent not in get_args(Ascent):
             raise ValueError(f"unknown ascent {self.ascent!r}; choose one of {', '.join(get_args(Ascent))}")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of the command ``sharpness run`` beside those of data and search.
+
+    Attributes
+    ----------
+    measure
+        One or several of geodesic-inv, geodesic-mix, complete-inv, complete-mix (default radius 0.1), adaptive (0.5),
+        euclidean (0.05), and gradient-norm, riemannian-hessian, euclidean-hessian, which have no radius.
+    rho
+        Radii of the ball, by default the measure's own.
+    out
+        JSON file for results, command, versions and digests.
+    report
+        HTML file with the results, figures of the worst directions and all settings.
+    checkpoint
+        Local weights for a named model (.safetensors, or a state dict saved by torch).
+    micro_batch
+        Pass so many examples at a time, to save memory.
+    device
+        cpu or cuda.
+    verbose
+        Print also how it was measured.
+    quiet
+        Show no progress.
+
+    Examples
+    --------
+    >>> RunOptions(measure=("adaptive",)).device
+    'cpu'
+    """
+
+    measure: tuple[str, ...] = ("geodesic-inv",)
+    rho: tuple[float, ...] | None = None
+    out: Path | None = None
+    report: Path | None = None
+    checkpoint: str | None = None
+    micro_batch: int | None = None
+    device: str = "cpu"
+    verbose: bool = False
+    quiet: bool = False
 
 
 class Batches(list[Any]):

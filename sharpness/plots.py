@@ -11,13 +11,19 @@ from html import escape
 from io import BytesIO
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-from .direction import Profile, profile
+from quotient_manifolds.linalg import as_count
+from quotient_manifolds.symmetries.modules import is_narrow, pointing_to, preserve_model_state, to_device
+
+from .building import named_weights
+from .direction import Direction, LayerShare, LayerShares, along
 from .errors import require_extra
 from .files import atomic_write, write_text
+from .losses import Objective, to_float32
 from .results import SharpnessResult, settings, summary
-from .shares import LayerShare, LayerShares
 
 __all__ = ["plot_layers", "plot_profile", "write_report"]
 
@@ -79,15 +85,31 @@ def figure(
                 drawn.savefig(own)
 
 
-def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the loss along the worst direction, as the measure moves along it; the ball is shaded.
+def plot_profile(
+    model: nn.Module,
+    batch: Any,
+    direction: Direction,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    points: int = 33,
+    **options: Any,
+) -> Any:
+    r"""Draw the loss along a direction, :math:`L(R_θ(tξ))` for t in [−2, 2], as its measure moves; the ball is shaded.
 
     Parameters
     ----------
-    found : Profile
-        Result of :func:`sharpness.profile`.
+    model : nn.Module
+        Its weights are restored, even after an error.
+    batch : tuple, dict or other
+        A batch as for :func:`sharpness.evaluate`.
+    direction : Direction
+        ξ, for example ``result.direction(0)``.
     path : str or path, optional
         Where the figure goes; by default it is returned only.
+    points : int
+        Number of values of t, at least 2.
+    **options
+        ``loss_fn`` and ``micro_batch``, as passed to ``evaluate``.
 
     Returns
     -------
@@ -95,17 +117,29 @@ def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> 
 
     Examples
     --------
-    >>> from sharpness import Profile
-    >>> found = Profile("adaptive", (-1.0, 0.0, 1.0), {"first-order": (0.9, 1.0, 1.3)}, 0.5)
-    >>> drawn = plot_profile(found)
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 2), (torch.eye(2), torch.arange(2))
+    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1)
+    >>> drawn = plot_profile(model, batch, result.direction(0))
     """
+    objective, named = Objective(**options), named_weights(model)
+    times, losses = np.linspace(-2, 2, as_count("points", points, least=2)), list[float]()
+    state = preserve_model_state(model)
+    with state, state, torch.inference_mode(False), torch.enable_grad():
+        base, moved = along(model, direction)
+        batch = to_device(batch, next(iter(named.values())).device)
+        if any(is_narrow(named[name]) for name in direction.tensors):
+            batch = to_float32(batch)
+        for t in times:
+            with pointing_to(model, {**base, **moved(t)}):
+                losses.append(objective.value(model, batch))
     with figure(path, (6.4, 4.4)) as (drawn, ((axes,),)):
-        axes.axvspan(-found.radius, found.radius, color="0.93", label=f"ball, ρ = {found.radius:.3g}")
+        axes.axvspan(-direction.norm, direction.norm, color="0.93", label=f"ball, ρ = {direction.norm:.3g}")
         axes.axvline(0, color="0.6", linewidth=1)
-        way, losses = next(iter(found.losses.items()))  # the straight line, if it is another, is as good as equal
-        axes.plot(found.lengths, losses, color="#0072B2", label=_WAYS.get(way, way), linewidth=2.2)
+        way = direction.measure.geodesic if direction.measure.divides else "first-order"
+        axes.plot(times * direction.norm, losses, color="#0072B2", label=_WAYS[way], linewidth=2.2)
         axes.set(xlabel="distance from the weights, in the metric", ylabel="loss")
-        axes.set_title(f"{found.measure}: loss along the worst direction")
+        axes.set_title(f"{direction.measure.name}: loss along the worst direction")
         axes.legend()
     return drawn
 
@@ -174,7 +208,7 @@ def write_report(
     facts : mapping, optional
         What else is to stand there, as JSON: settings, versions, digests.
     **options
-        ``loss_fn``, ``micro_batch`` and ``normalize_logits``, as passed to ``evaluate``.
+        ``loss_fn`` and ``micro_batch``, as passed to ``evaluate``.
 
     Examples
     --------
@@ -190,9 +224,8 @@ def write_report(
     for result in results:
         part = result[max(result.rhos)]
         try:
-            direction, shares = part.direction(0), part.by_layer()
-            line = profile(model, batch, direction, **options)
-            drawn = {"Loss along the worst direction": plot_profile(line), "Shares of layers": plot_layers(shares)}
+            line = plot_profile(model, batch, part.direction(0), **options)
+            drawn = {"Loss along the worst direction": line, "Shares of layers": plot_layers(part.by_layer())}
         except (KeyError, ValueError) as error:  # the measurement is still valid
             shown.append(f"<p>no figures of {part.measure.name}: {escape(str(error))}</p>")
             continue

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from .direction import Direction
+from .direction import PARTS, Direction, LayerShare, LayerShares
 from .files import write_json
 from .measures import Measure
 from .options import Search
-from .shares import PARTS, LayerShare, LayerShares
 
 #: Largest ρ/σ_h at which the ball of the mix metric stays on the manifold.
 LEAVES = 2**-0.5

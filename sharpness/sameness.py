@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -26,8 +28,8 @@ class Sameness:
     Attributes
     ----------
     verdict : str
-        ``"one function"``, ``"one function in two formats"``, ``"fine-tunes of one another, or of one model"`` or
-        ``"unrelated"``.
+        ``"one function"``, ``"one function in two formats"``, ``"fine-tunes of one another, or of one model"``,
+        ``"unrelated"``, or ``"not one function"`` if nothing says whether they are related.
     evidence : tuple of str
     distances : pandas.DataFrame
         Distances of the weights by kind, before and after the alignment, relative to the norm of all; empty if the
@@ -52,7 +54,8 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
 
     They are *one function* if their outputs on random inputs or their aligned weights differ by rounding alone, a
     thousand times the precision of the coarser dtype. Else they are *fine-tunes* if
-    :func:`~quotient_manifolds.symmetries.whole.independence_test` has p < 0.001, and *unrelated* if not.
+    :func:`~quotient_manifolds.symmetries.whole.independence_test` has p < 0.001, and *unrelated* if not. Where it has
+    no p-value, because no layer has more neurons than the stream is wide, they are *not one function*.
 
     Parameters
     ----------
@@ -65,8 +68,8 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     Raises
     ------
     ValueError
-        Weights are not finite, no wiring is known of a model, their layers differ, or no layer has more neurons than
-        the stream is wide.
+        The models are not found to be one function, and weights are not finite, no wiring is known of a model, or their
+        layers differ.
 
     Examples
     --------
@@ -83,22 +86,18 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     tolerance = max(1e-8, min(1e3 * max(torch.finfo(t).eps for t in dtypes), 0.03))
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     a, b = (copy.deepcopy(m.model).to(wide) for m in (one, other))
-    example = tree_map(lambda t: t.to(wide) if t.is_floating_point() else t, one.example)
-    test, apart = independence_test(a, b), _difference(a, b, example)
-    evidence = [
-        f"outputs on random inputs: {'not compared' if math.isnan(apart) else f'largest relative change {apart:.0e}'}",
-        f"neurons matched alike by both sides: {test.agreeing:,} of {test.neurons:,}, by chance {test.layers}; "
-        f"p {f'= {test.p_value:.2g}' if test.p_value > 1e-99 else '< 1e-99'}",
-    ]
+    apart = _difference(
+        a, b, *(tree_map(lambda t: t.to(wide) if t.is_floating_point() else t, m.example) for m in (one, other))
+    )
     formats = [f"{type(a).__name__} and {type(b).__name__}"] if type(a) is not type(b) else _untied(a, b)
-    distances, near = pd.DataFrame(), False
+    evidence, distances, near = list[str](), pd.DataFrame(), False
     try:
         found = align_models(a, b)[1]
     except ValueError as error:
         evidence.append(f"weights: not aligned ({error})")
     else:
         if found.after.get("qk", 0) > tolerance * found.size:
-            for x, y in ((a, _interleaved(b)), (_interleaved(a), b)):
+            for x, y in _reordered(a, b):
                 trial = align_models(x, y)[1]
                 if trial.after["qk"] < found.after["qk"] / 2:
                     found = trial
@@ -109,47 +108,62 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
         evidence += [f"{kind}: distance {x:.2g}, aligned {y:.2g}" for kind, x, y in distances.itertuples()]
         evidence += [f"between them: {', '.join(_between(a, b, found)) or 'nothing'}"] if near else []
     evidence += [f"formats: {'; '.join(formats)}"] if formats else []
-    verdict = "fine-tunes of one another, or of one model" if test.p_value < 1e-3 else "unrelated"
     # Outputs amplify the rounding of weights; those of another format may be anything.
-    if apart <= tolerance or (near and (formats or not apart > 100 * tolerance)):
+    same = apart <= tolerance or (near and (bool(formats) or not apart > 100 * tolerance))
+    verdict, of_neurons = _kinship(a, b, needed=not same and distances.empty)
+    if same:
         verdict = "one function in two formats" if formats else "one function"
-    return Sameness(verdict, tuple(evidence), distances)
+    of_outputs = "not compared" if math.isnan(apart) else f"largest relative change {apart:.0e}"
+    return Sameness(verdict, (f"outputs on random inputs: {of_outputs}", of_neurons, *evidence), distances)
 
 
-def _difference(a: nn.Module, b: nn.Module, example: Any) -> float:
-    """Return the largest change of an output, on random tokens or images; NaN where none are known or shapes differ."""
-    if example is None:
+def _kinship(a: nn.Module, b: nn.Module, *, needed: bool) -> tuple[str, str]:
+    """Return the verdict on two functions and its evidence; without a p-value raise if it is needed."""
+    try:
+        test = independence_test(a, b)
+    except ValueError as error:
+        if needed:
+            raise
+        return "not one function", f"no p-value: {error}"
+    p = f"= {test.p_value:.2g}" if test.p_value > 1e-99 else "< 1e-99"
+    said = f"neurons matched alike by both sides: {test.agreeing:,} of {test.neurons:,}, by chance {test.layers}; p {p}"
+    return "fine-tunes of one another, or of one model" if test.p_value < 1e-3 else "unrelated", said
+
+
+def _difference(a: nn.Module, b: nn.Module, inputs: Any, others: Any) -> float:
+    """Return the largest change of an output, on random tokens or images; NaN if they cannot be compared."""
+    shapes, other_shapes = (tree_map(lambda t: t.shape, each) for each in (inputs, others))
+    if inputs is None or shapes != other_shapes:
         return math.nan
-    if isinstance(example, dict):
-        words, drawn = getattr(a.config, "vocab_size", 2), torch.Generator().manual_seed(0)
-        example = {
-            k: torch.randint(words, x.shape, generator=drawn) if k.endswith("input_ids") else x
-            for k, x in example.items()
-        }
-    x, y = ([t for t in floats(default_forward(m, example)) if t.dim()][:1] for m in (a, b))
-    return change(x, y) if [t.shape for t in x] == [t.shape for t in y] else math.nan
+    if isinstance(inputs, dict):
+        words, drawn = min(getattr(m.config, "vocab_size", 2) for m in (a, b)), torch.Generator().manual_seed(0)
+        tokens = [k for k in inputs if k.endswith("input_ids")]
+        inputs |= {k: torch.randint(words, inputs[k].shape, generator=drawn) for k in tokens}
+    x, y = ([t for t in floats(default_forward(m, inputs)) if t.dim()][:1] for m in (a, b))
+    comparable = [t.shape for t in x] == [t.shape for t in y] and all(bool(t.isfinite().all()) for t in x)
+    return change(x, y) if comparable else math.nan
 
 
 def _untied(a: nn.Module, b: nn.Module) -> list[str]:
     """Give the weights that only one of two models ties a copy of their own, and say which."""
-    found, uses = [], [dict(m.named_parameters(remove_duplicate=False)) for m in (a, b)]
-    for name in uses[0].keys() & uses[1].keys():
-        tied = [sum(p is q for q in use.values()) > 1 for use in uses for p in (use[name],)]
-        if tied[0] != tied[1]:
-            model, (path, _, own) = (a, b)[tied[1]], name.rpartition(".")
-            setattr(model.get_submodule(path), own, nn.Parameter(uses[tied[1]][name].clone()))
-            found.append(name)
-    return [f"{', '.join(sorted(found))} tied in one alone"] if found else []
+    listed, uses = ([{*dict(m.named_parameters(remove_duplicate=once))} for m in (a, b)] for once in (True, False))
+    names = sorted((listed[0] ^ listed[1]) & uses[0] & uses[1])
+    for model, name in product((a, b), names):
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, nn.Parameter(model.get_parameter(name).clone()))
+    return [f"{', '.join(names)} tied in one alone"] if names else []
 
 
-def _interleaved(model: nn.Module) -> nn.Module:
-    """Return a copy whose queries and keys are read as if RoPE's planes were interleaved, not in halves."""
-    twin = copy.deepcopy(model)
-    pairs = [p for p in find_symmetric_pairs(twin, include_frozen=True) if p.part == "rotary" and p.group is not None]
-    for b in {b.key: b for p in pairs for b in p.G + p.H}.values():
-        rows = b.of(b.tensor.data)
-        rows.copy_(rows.transpose(1, 2).reshape(rows.shape).clone())
-    return twin
+def _reordered(a: nn.Module, b: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Give both, with the queries and keys of one of them read as if RoPE's planes were interleaved, not in halves."""
+    for k in range(2):
+        two = [copy.deepcopy(m) for m in (a, b)]
+        pairs = find_symmetric_pairs(two[k], include_frozen=True)
+        blocks = {b.key: b for p in pairs if p.part == "rotary" and p.group is not None for b in p.G + p.H}
+        for rows in (b.of(b.tensor.data) for b in blocks.values()):
+            rows.copy_(rows.transpose(1, 2).reshape(rows.shape).clone())
+        if blocks:
+            yield two[0], two[1]
 
 
 def _between(a: nn.Module, b: nn.Module, found: Alignment) -> list[str]:
@@ -165,7 +179,7 @@ def _between(a: nn.Module, b: nn.Module, found: Alignment) -> list[str]:
     for name, move in found.element.cells.items():
         what = "neurons" if name.endswith("neurons") else "heads"
         kinds += [f"permutation of {what}"] * bool((move.order.diff() != 1).any())
-        kinds += [f"group elements of {what}"] * (not all(_is_identity(A) for A in move.inner if A is not None))
+        kinds += [f"group elements of {what}"] * (not all(map(_is_identity, move.inner.values())))
     return list(dict.fromkeys(kinds))
 
 

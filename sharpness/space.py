@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
+from quotient_manifolds.symmetries.modules import is_narrow, pointing_to
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .ascent import norm
 from .building import build_blocks, divide, trainable
-from .direction import Direction
+from .direction import Direction, NetworkParts
 from .distributed import World
 from .measures import Measure, PairBlock
-from .perturb import becomes_float32, pointing_to, stands_on_narrow_base
 from .points import WeightBlock
-from .shares import NetworkParts
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
@@ -44,7 +43,7 @@ class Evidence:
     @property
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
-        rough = self._space.above_base or torch.is_autocast_enabled(self._space.device.type)
+        rough = self._space.rough or torch.is_autocast_enabled(self._space.device.type)
         return HALF_PRECISION / 3 if rough else _IN_FLOAT32
 
     def see(self, gradient: Mapping[Tensor, Tensor]) -> None:
@@ -79,8 +78,6 @@ class WeightSpace:
         The symmetric pairs; by default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
     classes : bool
         For measures at the canonical form: the loss uses the logits only through a softmax.
-    only : str, optional
-        A regular expression. Parameters whose names do not match it are not moved.
 
     Attributes
     ----------
@@ -131,22 +128,26 @@ class WeightSpace:
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None,
+        classes: bool = False,
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
         self.world = World()
         self._home = model  # whose parameters move: a sharded model has a twin for that
-        self.parameters: dict[str, Tensor] = dict(trainable(model, only))
+        self.parameters: dict[str, Tensor] = dict(trainable(model))
         moving = list(self.parameters.values())
         self.device = moving[0].device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
-        self.above_base = stands_on_narrow_base(model, moving)
         #: Whether the whole half-precision model is in float32 while attached.
-        self.in_float32 = becomes_float32(model, moving)
+        self.in_float32 = any(map(is_narrow, moving))
+        #: Whether weights are narrower than float32 even then.
+        self.rough = any(
+            p.dtype != at_least_float32(p.dtype) and not (self.in_float32 and p.is_floating_point())
+            for p in model.parameters()
+        )
         self.form: CanonicalForm | None = None
-        self._in_order = self._build(pairs, only_some=bool(only))
+        self._in_order = self._build(pairs)
         self._base: dict[Tensor, Tensor] = {} if self.form is None else self.form.values
         self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
         self._sizes = [b.dim for b in self.blocks]
@@ -160,12 +161,12 @@ class WeightSpace:
         self._at: Tensor | None = None
         self.remarks: list[str] = []
 
-    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
+    def _build(self, pairs: Sequence[SymmetricPair] | None) -> list[WeightBlock]:
         """Return the blocks at the base point, the model's own or its canonical form."""
         if self.measure.form == "canonical":
             self.form = canonical_form(self.model, classes=self.classes, pairs=pairs)
         with pointing_to(self.model, {} if self.form is None else self.form.values):
-            found = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
+            found = divide(self.model, self.measure, pairs, self.parameters, form=self.form)
             return build_blocks(self.measure, self.parameters, self.dtype, *found)
 
     def empty(self) -> Tensor:
@@ -227,8 +228,9 @@ class WeightSpace:
     def attached(self) -> Iterator[WeightSpace]:
         """Let the model's parameters point to copies that :meth:`move_to` writes; this is undone even after an error.
 
-        The copies are float32 at least, see :func:`sharpness.perturb.pointing_to`. Yields the space itself, with the
-        model at the base point.
+        The copies are float32 at least, and so is a half-precision model of which weights move, see
+        :func:`~quotient_manifolds.symmetries.modules.pointing_to`. Yields the space itself, with the model at the base
+        point.
         """
         copies = self._copies()
         with pointing_to(self._home, {**self._base, **copies}):
@@ -263,13 +265,14 @@ class WeightSpace:
                 if g is not None:  # it may share memory and must not be written to
                     g = g.to_dense() if g.is_sparse else g
                     total[p] = total[p] + g if p in total else g
-            if len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
+            # Every batch is differentiated at the base point first, so the graph is read there alone.
+            if self._at is None and len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
                 raise ValueError("checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False")
             del loss, gradients
         if not total:
             raise ValueError(
                 "the loss depends on none of the weights that are measured, which get no gradient; check loss_fn, "
-                "only=, requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
+                "requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
             )
         return total
 
@@ -294,12 +297,12 @@ class WeightSpace:
         return self.pull_back(self.differentiate([losses] if isinstance(losses, Tensor) else losses), self._at)
 
     @torch.no_grad()
-    def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None) -> Tensor:
+    def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Pull a gradient with respect to the parameters at R(at) back, block by block, to (dim,).
 
-        Each tensor of the gradient is freed after its last block.
+        It is written to ``out``, if given. Each tensor of the gradient is freed after its last block.
         """
-        out = self.empty()
+        out = self.empty() if out is None else out
         with torch.autocast(self.device.type, enabled=False):
             for (block, part), (_, c), last in zip(self.each(out), self.each(at), self._last_used, strict=True):
                 block.pull_back_(part, gradient, c)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import say
+from .errors import blocks, painted, say
 from .files import check_apart
 from .options import DataChoice
 
@@ -28,8 +28,8 @@ def sweep(
 
     Measure many checkpoints under several measures and radii: folders of transformers or
     files of weights, with the options below, or what a JSON file says, which may have
-    ablations and more (docs/howto/scale.md). Every model and all data are looked at
-    before the first measurement. A sweep may be interrupted; the same command resumes it
+    more (docs/howto/scale.md). Every model and all data are looked at before the first
+    measurement. A sweep may be interrupted; the same command resumes it
     from the folder OUT. The exit code is 1 if a checkpoint failed.
 
     in a shell:
@@ -137,7 +137,9 @@ def table(
     Print Kendall's tau between the target and every measure at every radius, with
     bootstrap intervals. A partial tau controls for training loss and training error;
     its intervals hold together. Fewer than ten models are too few to correlate: they
-    are listed one by one. Notes go to standard error if the format is not text.
+    are listed one by one. A terminal is shown sizes as blocks, and in bold the largest
+    correlations, or the smallest numbers of all models. Notes go to standard error if
+    the format is not text.
 
     in a shell:
       sharpness table results --short
@@ -212,7 +214,11 @@ def plot(results: Path, *, target: Target = "gap", out: Path) -> int:
 
 
 def _fitting(frame: Any) -> str:
-    """Write a table for a terminal: with errors and intervals beside their numbers, and turned or cut if too wide."""
+    """Write a table for a terminal: with errors and intervals beside their numbers, and turned or cut if too wide.
+
+    A terminal is also shown the size of every number by a block. Bold are the largest correlations, or what is smallest
+    of all models.
+    """
     shown = frame.apply(lambda column: column.map(lambda v: v if isinstance(v, str) else "" if v != v else f"{v:.3g}"))
     for name in frame.columns:
         if (error := f"{name}, standard error") in shown:
@@ -221,10 +227,30 @@ def _fitting(frame: Any) -> str:
     for name, low, high in (("tau", "low", "high"), ("partial", "partial_low", "partial_high")):
         if low in shown:
             shown[name] += (" [" + shown.pop(low) + ", " + shown.pop(high) + "]").where(frame[low].notna(), "")
+    ranked = "tau" in shown
+    size = frame[["tau", "partial"]].abs() if ranked else frame[shown.columns[1:]]
+    bold = (size == (size.max() if ranked else size.min())) & (size.max() > size.min())
+    for name in size if sys.stdout.isatty() and len(size) > 1 else ():
+        shown[name] += [f" {block}" for block in blocks(size[name])]
     shown = shown.set_index(shown.columns[0])
+    bold = bold.reindex(columns=shown.columns, fill_value=False).set_index(shown.index)
     width = shutil.get_terminal_size((10**4, 24)).columns  # a file takes any
-    for table in (shown, shown.T):
-        text = str(table.rename_axis(columns=table.index.name or shown.index.name, index=None).to_string())
-        if max(map(len, text.splitlines())) <= width:
-            return text
-    return str(shown.rename_axis(columns=shown.index.name, index=None).to_string(line_width=width))
+    plain, turned = _pieces(shown, bold, width), _pieces(shown.T, bold.T, width)
+    return "\n\n".join(turned if len(turned) == 1 < len(plain) else plain)
+
+
+def _pieces(cells: Any, bold: Any, width: int) -> list[str]:
+    """Align the columns of a table, as many side by side as fit."""
+    names = [cells.index.name or cells.columns.name, *map(str, cells.index)]
+    first = [name.ljust(max(map(len, names))) for name in names]
+    pieces, used = list[list[str]](), width
+    for name in cells:
+        column = [str(name), *cells[name]]
+        wide = 2 + max(map(len, column))
+        if used + wide > width:
+            pieces.append(list(first))
+            used = len(first[0])
+        used += wide
+        for i, (text, best) in enumerate(zip(column, [False, *bold[name]], strict=True)):
+            pieces[-1][i] += painted(text.rjust(wide), "1", sys.stdout) if best else text.rjust(wide)
+    return ["\n".join(piece) for piece in pieces]

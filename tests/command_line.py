@@ -1,10 +1,14 @@
-"""The reference of the command line, from its parser; ``python -m tests.command_line`` writes it to docs/cli.md."""
+"""The reference of the commands, from their parsers; ``python -m tests.command_line`` writes it to docs/cli.md."""
 
+import re
 from pathlib import Path
 
+from quotient_manifolds import lora_command
 from sharpness import cli
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+#: Groups of options that several commands have, which are described once.
+SHARED = {"data": "Which data", "search": "How to search"}
 
 
 def commands(parser, *names):
@@ -16,31 +20,64 @@ def commands(parser, *names):
                 yield from commands(command, *names, name)
 
 
+def marked(text):
+    """Options in text as code, in which two hyphens stay two."""
+    return re.sub(r"(?<![`\w-])--[a-z-]+(?![^`\n]*`)", r"`\g<0>`", text.replace("%%", "%"))
+
+
 def option(action):
-    """A line of a list: how it is typed, and what it does."""
-    name = ", ".join(action.option_strings) or action.metavar
-    values = "|".join(action.choices) if action.choices else action.metavar
+    """A line of a list: how it is typed, and what it does; a hyphen before it could begin MyST's front matter."""
+    name = ", ".join(action.option_strings) or action.metavar or action.dest.upper()
+    values = "|".join(action.choices) if action.choices else action.metavar or action.dest.upper()
     typed = f"{name} {values}" if action.option_strings and action.nargs != 0 else name
-    return f"- `{typed}{' ...' * (action.nargs == '+')}`: {action.help.replace('%%', '%')}"
+    return f"* `{typed}{' ...' * (action.nargs == '+')}`: {marked(action.help)}"
 
 
-def section(parser):
-    """A command: its usage, text and examples, and its options in their groups."""
-    yield f"## {parser.prog}\n\n`{parser.format_usage().removeprefix('usage: ').strip()}`\n\n{parser.description}\n"
-    yield "\n".join(f"    {line.strip()}" for line in parser.epilog.splitlines()[1:]) + "\n"
-    for group in parser._action_groups:
-        shown = [action for action in group._group_actions if action.dest != "help"]
-        if shown:
-            yield f"*{group.title}*\n\n" + "\n".join(map(option, shown)) + "\n"
+def options(group):
+    shown = [action for action in group._group_actions if action.dest != "help"]
+    return "\n".join(map(option, shown))
+
+
+def groups(parser):
+    """The options of a parser by the title of their group."""
+    return {group.title: text for group in parser._action_groups if (text := options(group))}
+
+
+def examples(text):
+    return "\n".join(f"    {line.strip()}" for line in text.splitlines()) + "\n"
+
+
+def section(parser, level="##"):
+    """A command: its usage, text and examples, and its options, folded; what others have too stands below."""
+    usage = parser.format_usage().removeprefix("usage: ").replace("[-h] ", "")
+    yield f"{level} {parser.prog}\n\n`{' '.join(usage.split())}`\n"
+    if parser.description:
+        yield f"{marked(parser.description)}\n"
+        yield examples(parser.epilog.partition("\n")[2])
+    found = groups(parser)
+    also = ", ".join(f"[{SHARED[t].lower()}](#{SHARED[t].lower().replace(' ', '-')})" for t in found if t in SHARED)
+    if found:
+        yield f":::{{dropdown}} Options of {parser.prog}\n"
+        yield "\n".join(text for title, text in found.items() if title not in SHARED)
+        yield f"\nFurther options: {also}.\n:::\n" if also else ":::\n"
 
 
 def reference():
-    top = cli.parser()
+    top, lora = cli.parser(), lora_command._parser()
+    measuring, merging = ([parser for _, parser in list(commands(each))[1:]] for each in (top, lora))
     yield f"# Command line\n\n{top.description}\n\n`--version` prints the version, `--help` this text. Exit codes:\n"
     codes = top.epilog.partition("exit codes:\n")[2].splitlines()
     yield "\n".join("- " + " ".join(line.split()).replace(" ", ": ", 1) for line in codes) + "\n"
-    for _, parser in list(commands(top))[1:]:
+    for parser in measuring:
         yield from section(parser)
+    for title, name in SHARED.items():
+        of = [parser for parser in measuring if title in groups(parser)]
+        yield f"## {name}\n\n:::{{dropdown}} Options of {', '.join(p.prog for p in of)}\n"
+        yield f"{groups(of[0])[title]}\n:::\n"
+    text, _, shown = lora.description.partition("\n\nin a shell:\n")
+    yield f"## quotient-lora\n\n{text}\n\n{examples(shown)}"
+    for parser in merging:
+        yield from section(parser, "###")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def taken_for_granted(page):
         base = bert()
         lora = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["query"]))
         return {"model": lora, "base": base, "peft": peft}
-    if page in ("docs/guides/symmetries.md", "docs/guides/sharpness.md", "docs/howto/sam.md"):
+    if page.startswith("docs/guides") or page in ("docs/howto/sam.md", "docs/results/pretraining.md"):
         from . import networks
 
         class MyAttention(torch.nn.Module):

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import sharpness
+from quotient_manifolds.symmetries.modules import preserve_model_state
 from sharpness.ascent import gram_matrix
 from sharpness.losses import Objective
 from sharpness.measuring import BatchLoss, attached_space
-from sharpness.perturb import preserved
 from tests import networks
 from tests.extent import EXHAUSTIVE
 
@@ -97,14 +97,14 @@ def results(which, model, batches):
     exact = sharpness.get_measure("geodesic-mix", geodesic="exact")
     worst = sharpness.evaluate(model, batches, measure=exact, rho=0.02, steps=2, micro_batch=2, progress=False)
     found["exact"] = worst.batches[0].history
-    started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, only="layer", progress=False)
+    started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, progress=False)
     found["apgd"] = [b.history for b in started.batches]
     return found
 
 
 def random_vectors(which, model, batches):
     """Random vectors of every process, their lengths with all, and for one model an average over them."""
-    objective, state = Objective(), preserved(model)
+    objective, state = Objective(), preserve_model_state(model)
     with state, state, attached_space(model, batches, sharpness.get_measure("geodesic-inv"), objective) as (space, _):
         one, two, again = (space.random(torch.Generator().manual_seed(seed)) for seed in (0, 1, 0))
         vectors = {"part": one, "same": torch.equal(one, again), "square": space.norm(one) ** 2, "dim": space.dim}
@@ -120,7 +120,7 @@ def residuals(model, batches, measure):
     """The residuals of all pairs at the gradient that is computed anyway, by name."""
     found, objective = {}, Objective()
 
-    state = preserved(model)
+    state = preserve_model_state(model)
     with state, state, attached_space(model, batches, sharpness.get_measure(measure), objective) as (space, each):
         for index, batch in each:
             BatchLoss(space, objective, batch, index)

@@ -23,6 +23,7 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_, independence_test, verify_whole
 from reproduction import baselines
+from sharpness import plots
 
 from . import networks
 from .architectures import adapted
@@ -160,10 +161,10 @@ def along_the_worst(measure):
     def call(device):
         model, batches = picture_model(device)
         result = sharpness.evaluate(model, batches, measure=measure, rho=0.05, steps=3, progress=False)
-        found = sharpness.profile(model, batches[0], result.direction(0), points=5)
+        drawn = plots.plot_profile(model, batches[0], result.direction(0), points=5)
         with sharpness.perturbed(model, result.direction(0)):
             moved = [float(p.detach().norm()) for p in model.parameters()]
-        return [*found.losses["second-order"], *moved]
+        return [*drawn.axes[0].lines[-1].get_ydata(), *moved]
 
     return call
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .._geoopt import ManifoldParameter
-from ..linalg import has_double
+from ..linalg import at_least_float32, has_double
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Positional and keyword arguments.
@@ -25,6 +24,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 #: What passes a batch through a model, and what passes its own batch, perhaps changed, and returns the outputs.
 Forward = Callable[[nn.Module, Any], Any]
 Run = Callable[..., list[Tensor]]
+#: Attributes of modules that are False meanwhile. Without the second, bitsandbytes packs a layer's 4-bit weights for
+#: inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through the
+#: layer, and its old weights no longer fit. With the third, gradients are sparse and have no derivatives.
+_SWITCHES: dict[str, tuple[type, ...]] = {
+    "training": (nn.Module,),  # not model.eval(): some merge weights then
+    "support_avx512bf16_for_cpu": (nn.Module,),
+    "sparse": (nn.Embedding, nn.EmbeddingBag),
+}
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
@@ -115,14 +122,14 @@ class preserve_model_state:
     That is weights and gradients (by their memory, not their values), modes, buffers, the random state and global
     settings. Torch's fast path of encoder layers is off meanwhile, because it bypasses the modules inside. The state is
     that of the time when the object was made. ``with state, state:`` restores it even if an interrupt comes during the
-    clean-up, which is then repeated. ``off`` names attributes that are False meanwhile in modules of some classes.
+    clean-up, which is then repeated.
     """
 
-    def __init__(self, model: nn.Module, off: Mapping[str, tuple[type, ...]] = MappingProxyType({})) -> None:
+    def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self.attributes: list[tuple[Any, str, Any]] = [
             (m, name, getattr(m, name))
-            for name, classes in {"training": (nn.Module,), **off}.items()  # not model.eval(): some merge weights then
+            for name, classes in _SWITCHES.items()
             for m in modules
             if isinstance(m, classes) and hasattr(m, name)
         ]
@@ -194,6 +201,46 @@ def drop_caches(module: nn.Module, *_: Any) -> None:
         module.train(False)
         for m, training in modes:
             m.training = training
+
+
+@contextmanager
+def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Let parameters point to copies; their own storage is untouched and is restored even after an error.
+
+    Where a copy is wider than its parameter, all half-precision parameters and buffers of the model are float32
+    meanwhile: next to w, bfloat16 has no numbers closer than w (1 ± 2⁻⁸), so that nearly all of a small ξ would be
+    rounded away, in the weights and again by autocast, which casts them before every product. A frozen base in half
+    precision below float32 adapters stays as it is.
+    """
+    data = dict(copies)
+    if any(p.dtype != copy.dtype for p, copy in copies.items()):
+        others = (t for t in (*model.parameters(), *model.buffers()) if t not in data and is_narrow(t))
+        data |= {t: t.data.to(at_least_float32(t.dtype)) for t in others}
+    original, cached, hooks = {t: t.data for t in data}, caching(model), list[RemovableHandle]()
+
+    def put_back() -> None:
+        for t, before in original.items():
+            t.data = before
+        for m in cached:
+            drop_caches(m)
+        for hook in hooks:
+            hook.remove()
+
+    try:
+        try:
+            for t, replacement in data.items():
+                t.data = replacement
+            hooks += [m.register_forward_pre_hook(drop_caches) for m in cached]  # in each pass, for the weights move on
+            yield
+        finally:  # repeat what an interrupt has cut short
+            put_back()
+    finally:
+        put_back()
+
+
+def is_narrow(t: Tensor) -> bool:
+    """Return whether a tensor is in half precision."""
+    return t.is_floating_point() and t.dtype != at_least_float32(t.dtype)
 
 
 def copied(model: Any) -> Any:

@@ -10,7 +10,7 @@ from reproduction.additive import AdditiveMeasure
 from sharpness import Measure
 from sharpness import ascent as arithmetic
 from sharpness.ascent import auto_pgd, checkpoints, norm, power
-from tests.functions import problem, shifted
+from tests.functions import into, problem, shifted
 
 
 def plain_auto_pgd(f, start, radius, steps):
@@ -62,7 +62,7 @@ def test_checkpoints():
 @pytest.mark.parametrize("steps", [1, 2, 7, 20, 60])
 def test_equals_the_algorithm_written_out(seed, steps):
     f, start = problem(seed), 0.1 * torch.randn(20)
-    found = auto_pgd(f, start.clone(), 1.5, steps)
+    found = auto_pgd(into(f), start.clone(), 1.5, steps)
     point, value = plain_auto_pgd(f, start, 1.5, steps)
     torch.testing.assert_close(found.value, value)
     torch.testing.assert_close(found.point, point)
@@ -74,7 +74,7 @@ def test_the_gap_at_the_best_iterate_is_always_known(seed):
     f = problem(seed)
     for start in (torch.zeros(20), 0.1 * torch.randn(20)):
         for steps in (12, 20):
-            found = auto_pgd(f, start.clone(), 1.5, steps)
+            found = auto_pgd(into(f), start.clone(), 1.5, steps)
             gradient = f(found.point, True)[1]
             gap = float(1.5 * gradient.norm() - gradient @ found.point)
             last = found.history.index(max(found.history)) == steps  # whose gradient is not computed
@@ -83,7 +83,7 @@ def test_the_gap_at_the_best_iterate_is_always_known(seed):
 
 def test_the_best_iterate_and_its_value_belong_together():
     f = problem(1)
-    found = auto_pgd(f, torch.zeros(20), 2.0, 30)
+    found = auto_pgd(into(f), torch.zeros(20), 2.0, 30)
     assert found.value == f(found.point, False)[0]
     assert found.value == max(found.history)
     assert len(found.history) == 31
@@ -96,17 +96,17 @@ def test_quadratics_are_maximised():
     def f(x, wanted):
         return float(0.5 * x @ A @ x), A @ x
 
-    found = auto_pgd(f, torch.tensor([0.1, 0.1, 0.1]), 2.0, 100)
+    found = auto_pgd(into(f), torch.tensor([0.1, 0.1, 0.1]), 2.0, 100)
     assert found.value == pytest.approx(0.5 * 3 * 4, rel=1e-6)
 
 
 def test_calls_one_function_a_step_and_no_gradient_at_the_last():
     calls = []
-    f = problem(0)
+    f = into(problem(0))
 
-    def counted(x, wanted):
-        calls.append(wanted)
-        return f(x, wanted)
+    def counted(x, out):
+        calls.append(out is not None)
+        return f(x, out)
 
     auto_pgd(counted, torch.zeros(20), 1.0, 6)
     assert calls == [True] * 6 + [False]
@@ -141,7 +141,7 @@ def plain_power(f, radius, steps):
 def test_power_equals_the_algorithm_written_out(seed, radius):
     f = shifted(seed)
     # Both amplify rounding over many steps wherever the path is unstable.
-    found = power(f, torch.zeros(20), radius, 15)
+    found = power(into(f), torch.zeros(20), radius, 15)
     values, point = plain_power(f, radius, 15)
     torch.testing.assert_close(torch.tensor(found.history), torch.tensor(values), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.point, point, rtol=1e-6, atol=1e-6)
@@ -151,8 +151,8 @@ def test_power_equals_the_algorithm_written_out(seed, radius):
 @pytest.mark.parametrize("seed", range(3))
 def test_tolerance_ends_an_ascent_near_its_maximum(ascend, seed):
     f, rho = shifted(seed), 0.5
-    full = ascend(f, torch.zeros(20), rho, 300)
-    short = ascend(f, torch.zeros(20), rho, 300, relative_tol=1e-3)
+    full = ascend(into(f), torch.zeros(20), rho, 300)
+    short = ascend(into(f), torch.zeros(20), rho, 300, relative_tol=1e-3)
     assert short.converged
     assert full.converged is None
     assert len(short.history) < 290 < len(full.history)
@@ -162,23 +162,23 @@ def test_tolerance_ends_an_ascent_near_its_maximum(ascend, seed):
     assert value == short.value
     assert short.fw_gap == pytest.approx(rho * float(g.norm()) - float(g @ short.point), rel=1e-6, abs=1e-12)
     assert short.fw_gap <= 1e-3 * (short.value - base) + 1e-12
-    assert ascend(f, torch.zeros(20), rho, 300, relative_tol=0.3).value < short.value
+    assert ascend(into(f), torch.zeros(20), rho, 300, relative_tol=0.3).value < short.value
     for found in (full, short):
         assert norm(found.point) <= rho * (1 + 1e-9)
 
 
 def test_more_steps_of_the_power_method_continue_fewer():
     f = shifted(3)
-    long = power(f, torch.zeros(20), 2.0, 40)
-    short = power(f, torch.zeros(20), 2.0, 12)
+    long = power(into(f), torch.zeros(20), 2.0, 40)
+    short = power(into(f), torch.zeros(20), 2.0, 12)
     assert long.history[:13] == short.history
 
 
 @pytest.mark.parametrize("ascend", [power, auto_pgd])
 def test_a_start_on_the_surface_counts_with_its_value(ascend):
     f = shifted(1)
-    best = power(f, torch.zeros(20), 1.0, 200).point
-    found = ascend(f, best.clone(), 1.0, 3)
+    best = power(into(f), torch.zeros(20), 1.0, 200).point
+    found = ascend(into(f), best.clone(), 1.0, 3)
     assert found.value >= f(best, False)[0]
 
 
@@ -189,29 +189,28 @@ def test_a_maximum_at_the_centre():
         return -float(x @ x), -2 * x
 
     for ascend in (power, auto_pgd):
-        found = ascend(f, torch.tensor([0.6, -0.8]), 1.0, 8)
+        found = ascend(into(f), torch.tensor([0.6, -0.8]), 1.0, 8)
         assert bool(found.point.isfinite().all())
         assert found.value <= 0
 
 
 def test_vectors_longer_than_a_chunk(monkeypatch):
     f, start = problem(3), 0.1 * torch.randn(20)
-    expected = auto_pgd(f, start.clone(), 1.5, 25)
+    expected = auto_pgd(into(f), start.clone(), 1.5, 25)
     monkeypatch.setattr(arithmetic, "_CHUNK", 7)
-    found = auto_pgd(f, start, 1.5, 25)
+    found = auto_pgd(into(f), start, 1.5, 25)
     torch.testing.assert_close(found.point, expected.point)
 
 
 @pytest.mark.parametrize(("ascend", "vectors"), [(power, 4), (auto_pgd, 6)])
 def test_vectors_in_memory_while_f_is_computed(ascend, vectors):
-    """Three points or gradients, and the one that f makes; Auto-PGD one more, and the start, which its caller keeps."""
-    f, start, seen, most = shifted(2), torch.zeros(20), [], []
+    """Two points and two gradients; Auto-PGD one more point, and the start, which its caller keeps."""
+    f, start, seen, most = into(shifted(2)), torch.zeros(20), [], []
 
-    def counted(x, wanted):
-        value, gradient = f(x, True)
-        seen.extend(weakref.ref(t) for t in (x, gradient))
+    def counted(x, out):
+        seen.extend(weakref.ref(t) for t in (x, out) if t is not None)
         most.append(len({t.data_ptr() for ref in seen if (t := ref()) is not None} | {start.data_ptr()}))
-        return value, gradient if wanted else None
+        return f(x, out)
 
     expected = ascend(f, torch.zeros(20), 1.5, 60).point
     torch.testing.assert_close(ascend(counted, start, 1.5, 60).point, expected)

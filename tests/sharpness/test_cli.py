@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import reproduction.cli
+from quotient_manifolds import lora_command
 from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, model_distance
 from sharpness import MEASURES, cli, evaluate
 from sharpness.errors import painted
@@ -222,7 +223,7 @@ def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, monkeypatch):
 
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(Path(__file__).parent)
-    monkeypatch.setattr("sharpness.plots.profile", too_flat)
+    monkeypatch.setattr("sharpness.plots.plot_profile", too_flat)
     out, report = tmp_path / "out.json", tmp_path / "report.html"
     arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
     assert cli.main([*arguments, "--report", str(report)]) == 0
@@ -378,8 +379,9 @@ def test_colours_only_where_somebody_sees_them(monkeypatch):
 
 def test_the_reference_is_that_of_the_parser():
     assert command_line.PAGE.read_text() == "\n".join(command_line.reference()), "python -m tests.command_line"
-    found = list(commands(cli.parser()))
-    assert len(found) == 1 + command_line.PAGE.read_text().count("\n## ")
+    titles = re.findall("^##+ (.*)$", command_line.PAGE.read_text(), re.MULTILINE)
+    known = [p.prog for top in (cli.parser(), lora_command._parser()) for _, p in commands(top)][1:]
+    assert sorted(titles) == sorted([*known, *command_line.SHARED.values()])
 
 
 def test_two_models_are_compared(tmp_path, capsys):

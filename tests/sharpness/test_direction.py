@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, stacks
 from reproduction.rk4 import RungeKuttaMeasure
+from sharpness import plots
 from tests import networks
 from tests.snapshots import ALL, GEODESIC, assert_same, snapshot
 
@@ -90,14 +91,20 @@ def measured():
     return model, batch, result
 
 
+def profile(*arguments, **options):
+    """The line that is drawn of the loss along a direction."""
+    line = plots.plot_profile(*arguments, **options).axes[0].lines[-1]
+    return tuple(line.get_xdata()), tuple(line.get_ydata())
+
+
 def test_geodesic_ends_at_the_worst_loss_and_the_line_is_straight(measured):
     model, batch, result = measured
     direction = result.direction(0)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    found = sharpness.profile(model, batch, direction, points=9)
-    assert found.lengths == pytest.approx([0.15 * k for k in range(-4, 5)])
-    assert list(found.losses) == ["second-order", "first-order"]
-    curved, straight = found.losses.values()
+    lengths, curved = profile(model, batch, direction, points=9)
+    assert lengths == pytest.approx([0.15 * k for k in range(-4, 5)])
+    line = replace(direction, measure=replace(direction.measure, geodesic="first-order"))
+    _, straight = profile(model, batch, line, points=9)
     assert curved[6] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
     assert curved[4] == straight[4] == pytest.approx(result.batches[0].base_loss, rel=1e-9)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -113,21 +120,18 @@ def test_other_ways_losses_and_pieces(measured):
     model, batch, result = measured
     direction = result.direction(0)
     along = replace(direction, measure=replace(direction.measure, geodesic="exact"))
-    exact = sharpness.profile(model, batch, along, points=5)
+    _, exact = profile(model, batch, along, points=5)
     stepped = RungeKuttaMeasure(**vars(direction.measure))
-    steps = sharpness.profile(model, batch, replace(direction, measure=stepped), points=5)
+    _, steps = profile(model, batch, replace(direction, measure=stepped), points=5)
     near = slice(1, 4)  # t from -1 to 1: the steps of the oracle have a fixed number
-    assert exact.losses["exact"][near] == pytest.approx(steps.losses["second-order"][near], rel=1e-6)
+    assert exact[near] == pytest.approx(steps[near], rel=1e-6)
 
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch[0]).logits, batch[1])
 
-    plain = sharpness.profile(model, batch, direction, points=3)
-    for other in (
-        sharpness.profile(model, batch, direction, loss_fn, points=3),
-        sharpness.profile(model, batch, direction, points=3, micro_batch=5),
-    ):
-        assert other.losses["second-order"] == pytest.approx(plain.losses["second-order"], rel=1e-9)
+    _, plain = profile(model, batch, direction, points=3)
+    for options in ({"loss_fn": loss_fn}, {"micro_batch": 5}):
+        assert profile(model, batch, direction, points=3, **options)[1] == pytest.approx(plain, rel=1e-9)
 
 
 def test_pieces_and_gradients_within_a_loss(measured):
@@ -140,15 +144,8 @@ def test_pieces_and_gradients_within_a_loss(measured):
         (slope,) = torch.autograd.grad(loss, model.classifier.bias, create_graph=True)
         return loss + slope.square().sum()
 
-    sharpness.profile(model, batch, result.direction(0), loss_fn, points=2, micro_batch=5)
+    profile(model, batch, result.direction(0), points=2, loss_fn=loss_fn, micro_batch=5)
     assert set(sizes) == {5, 2}
-
-
-def test_normalised_logits(measured):
-    model, batch, _ = measured
-    result = sharpness.evaluate(model, [batch], rho=0.1, normalize_logits=True, progress=False)
-    found = sharpness.profile(model, batch, result.direction(0), points=5, normalize_logits=True)
-    assert found.losses["second-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
 
 
 def test_modes_stay(measured):
@@ -156,7 +153,7 @@ def test_modes_stay(measured):
     model.train()
     seen = []
     handle = model.register_forward_pre_hook(lambda module, _: seen.append(module.training))
-    sharpness.profile(model, batch, result.direction(0), points=3)
+    profile(model, batch, result.direction(0), points=3)
     handle.remove()
     assert model.training
     assert not any(seen)
@@ -176,16 +173,15 @@ def test_a_frozen_half_precision_base():
 
     model, batch = Model(), (torch.randn(8, 4, dtype=torch.bfloat16), torch.arange(8) % 3)
     result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
-    found = sharpness.profile(model, batch, result.direction(0), points=5)
-    assert found.losses["first-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
+    _, found = profile(model, batch, result.direction(0), points=5)
+    assert found[3] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
 
 
-def test_a_measure_without_pairs_has_one_line():
+def test_a_measure_without_pairs():
     model, batch = networks.bert(), networks.text()
     result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
-    found = sharpness.profile(model, batch, result.direction(0), points=5)
-    assert list(found.losses) == ["first-order"]
-    assert found.losses["first-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+    _, found = profile(model, batch, result.direction(0), points=5)
+    assert found[3] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
 
 
 def test_half_precision():
@@ -193,14 +189,14 @@ def test_half_precision():
     model, batch = networks.vit().to(torch.bfloat16), networks.images()
     batch = batch[0].to(torch.bfloat16), batch[1]
     result = sharpness.evaluate(model, [batch], rho=0.1, progress=False)
-    found = sharpness.profile(model, batch, result.direction(0), points=5)
-    assert found.losses["second-order"][3] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
+    _, found = profile(model, batch, result.direction(0), points=5)
+    assert found[3] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
 
 
 def test_bad_input(measured):
     model, batch, result = measured
     with pytest.raises(ValueError, match="points must be a whole number"):
-        sharpness.profile(model, batch, result.direction(0), points=1)
+        profile(model, batch, result.direction(0), points=1)
     other = replace(result.direction(0), tensors={"nowhere": torch.zeros(2)})
     with pytest.raises(ValueError, match="belongs to another model"):
-        sharpness.profile(model, batch, other)
+        profile(model, batch, other)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from reproduction import cli as laboratory
-from sharpness import Profile, cli, plots
+from sharpness import LayerShare, LayerShares, cli, plots
 from sharpness.errors import naming, words_of
 from sharpness.files import atomic_write, check_apart, check_file, check_folder, write_json, write_text
 
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_known_before_the_work(arguments, words, capsys, monkey
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"install the extra plot, pip install '\.\[plot\]' in the checkout"):
-        plots.plot_profile(Profile("adaptive", (0.0, 1.0), {"first-order": (1.0, 2.0)}, 1.0))
+        plots.plot_layers(LayerShares([LayerShare("a", "MLP", None, 1.0)]))
 
 
 # -- files are written as a whole or not at all ------------------------------------------------------------------------

@@ -659,3 +659,16 @@ def test_steps_are_counted_and_starts_are_not(monkeypatch):
     batch = torch.eye(2), torch.arange(2)
     sharpness.evaluate(nn.Linear(2, 2), [batch], measure="euclidean", rho=0.1, steps=3, restarts=2)
     assert bars[0].n == bars[0].total == 9
+
+
+def test_a_bar_draws_the_losses_of_an_ascent(monkeypatch):
+    bars, show = [], evaluation.progress_bar
+    monkeypatch.setattr(evaluation, "progress_bar", lambda *a, **k: bars.append(show(*a, **k)) or bars[-1])
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    batch = torch.eye(2), torch.arange(2)
+    found = sharpness.evaluate(nn.Linear(2, 2), [batch], measure="euclidean", rho=0.5, steps=4, relative_tol=0)
+    losses = np.array(found.batches[0].history)
+    start, drawn = bars[0].postfix.rsplit(" ", 1)
+    assert start == f"rho=0.5, best={losses.max():.4f}"
+    heights = np.array(["▁▂▃▄▅▆▇█".index(block) for block in drawn])
+    np.testing.assert_allclose(heights / 7, (losses - losses.min()) / np.ptp(losses), atol=0.5 / 7 + 1e-6)

@@ -12,7 +12,7 @@ from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric
 from reproduction.adaptive_norm import AdaptiveNormMeasure
 from reproduction.additive import AdditiveMeasure
 from reproduction.rk4 import RungeKuttaBlock, RungeKuttaMeasure
-from sharpness import MEASURES, get_measure
+from sharpness import MEASURES, get_measure, plots
 from tests.measured import values
 
 
@@ -155,8 +155,9 @@ def test_what_a_block_cannot_do_is_said(trained):
     with pytest.raises(ValueError, match="needs a quadratic retraction"):
         sharpness.hessian(model, [batch], measure=stepped, num_matvecs=3)
     direction = sharpness.evaluate(model, [batch], measure=stepped, rho=0.5, steps=2).direction(0)
-    losses = sharpness.profile(model, batch, direction, points=3).losses
-    assert losses["first-order"] != losses["second-order"]
+    straight = replace(direction, measure=get_measure("geodesic-inv", geodesic="first-order"))
+    curves = [plots.plot_profile(model, batch, d, points=3).axes[0].lines[-1] for d in (direction, straight)]
+    assert list(curves[0].get_ydata()) != list(curves[1].get_ydata())
     with pytest.raises(ValueError, match="a measure has no 'geodesics'; its fields are name"):
         get_measure("geodesic-inv", geodesics="exact")
 

@@ -5,10 +5,11 @@ import sys
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import sharpness
-from sharpness import LayerShare, LayerShares, Profile, plots
+from sharpness import LayerShare, LayerShares, plots
 from tests import networks
 from tests.processes import together
 
@@ -17,7 +18,7 @@ def drawn_with_own_settings():
     assert "matplotlib.pyplot" not in sys.modules
     matplotlib.use("svg")
     size = matplotlib.rcParams["font.size"]
-    plots.plot_profile(Profile("adaptive", (0.0, 1.0), {"first-order": (1.0, 2.0)}, 1.0))
+    plots.plot_layers(LayerShares([LayerShare("a", "MLP", None, 1.0)]))
     assert matplotlib.get_backend() == "svg"
     assert matplotlib.rcParams["font.size"] == size
     assert "matplotlib.pyplot" not in sys.modules
@@ -52,11 +53,14 @@ def test_colours_differ_for_colour_blind_readers():
 
 
 def test_profile():
-    found = Profile("geodesic-inv", (-1.0, 0.0, 1.0), {"exact": (2.0, 1.0, 3.0), "first-order": (2.5, 1.0, 3.5)}, 0.5)
-    (axes,) = plots.plot_profile(found).axes
-    (line,) = [line for line in axes.lines if line.get_label() == "geodesic (exact)"]
-    assert list(line.get_ydata()) == [2.0, 1.0, 3.0]
-    assert "straight line" not in {line.get_label() for line in axes.lines}
+    model, batch = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    model.weight.data.fill_(2.0)
+    options = {"loss_fn": lambda model, x: (model(x) - 1).square().sum()}
+    result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.5, progress=False, **options)
+    (axes,) = plots.plot_profile(model, batch, result.direction(0), points=3, **options).axes
+    (line,) = [line for line in axes.lines if line.get_label() == "straight line"]
+    np.testing.assert_allclose(line.get_xdata(), [-1, 0, 1])
+    np.testing.assert_allclose(line.get_ydata(), [1, 1, 9])
     (shade,) = [p for p in axes.patches if p.get_label() == "ball, ρ = 0.5"]
     corners = shade.get_patch_transform().transform(shade.get_path().vertices)[:, 0]
     assert (corners.min(), corners.max()) == (-0.5, 0.5)
@@ -81,7 +85,12 @@ def test_a_report_is_of_the_largest_radius(tmp_path, monkeypatch):
     model, batch = networks.vit(), networks.images()
     result = sharpness.evaluate(model, [batch], rho=[0.05, 0.01], progress=False)
     drawn, profile, layers = {}, plots.plot_profile, plots.plot_layers
-    monkeypatch.setattr("sharpness.plots.plot_profile", lambda found: profile(drawn.setdefault("profile", found)))
+
+    def drawing(model, batch, direction, **options):
+        drawn.setdefault("profile", direction)
+        return profile(model, batch, direction, **options)
+
+    monkeypatch.setattr("sharpness.plots.plot_profile", drawing)
     monkeypatch.setattr("sharpness.plots.plot_layers", lambda found: layers(drawn.setdefault("layers", found)))
     seen = []
 
@@ -91,7 +100,7 @@ def test_a_report_is_of_the_largest_radius(tmp_path, monkeypatch):
 
     plots.write_report(tmp_path / "r.html", model, batch, [result], loss_fn=loss_fn, micro_batch=5)
     assert set(seen) == {5, 2}
-    assert drawn["profile"].radius == pytest.approx(0.05)
+    assert drawn["profile"].norm == pytest.approx(0.05)
     assert drawn["layers"] == result[0.05].by_layer() != result[0.01].by_layer()
     pictures = re.findall(r"base64,([^\"]*)", (tmp_path / "r.html").read_text())
     assert [base64.b64decode(p)[:4] for p in pictures] == [b"\x89PNG"] * 2

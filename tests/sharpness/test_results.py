@@ -12,8 +12,8 @@ from quotient_manifolds.symmetries import GL, PairStack, apply_random_symmetry_,
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 from sharpness import LayerShare, LayerShares
+from sharpness.direction import PARTS, NetworkParts, _layer
 from sharpness.results import settings
-from sharpness.shares import PARTS, NetworkParts, _layer
 from tests import networks
 from tests.whole_networks import build, inputs, loss
 

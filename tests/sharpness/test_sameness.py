@@ -9,8 +9,8 @@ from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import Element, apply_random_moves_, canonical_form
 from sharpness import cli
 from sharpness.models import LoadedModel
-from sharpness.sameness import _interleaved, judge
-from tests.whole_networks import build, inputs
+from sharpness.sameness import _reordered, judge
+from tests.whole_networks import FAMILIES, build, inputs
 
 
 def moved(model):
@@ -28,6 +28,33 @@ def loaded(family, model=None):
 def evidence(found, word):
     (line,) = (line for line in found.evidence if line.startswith(word))
     return line
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_copies_of_every_family_are_one_function(family):
+    """In float32, as they are stored."""
+    one = loaded(family, build(family).float())
+    found = judge(one, loaded(family, moved(one.model)))
+    assert found.verdict == "one function"
+    assert found.distances.loc["all", "after"] < 1e-3 < 0.1 < found.distances.loc["all", "before"]
+
+
+@pytest.mark.parametrize(
+    ("family", "spoil"),
+    list(zip(["deit", "beit", "bert", "llama", "t5", "timm"], ["a weight", "a permutation"] * 3, strict=True)),
+)
+def test_wrong_copies_are_not_one_function(family, spoil):
+    """One number is larger by a tenth; two of a head's values have changed places, but not what reads them."""
+    one = loaded(family, build(family).float())
+    twin = moved(one.model)
+    blocks = next(p for p in canonical_form(twin).pairs if p.kind == "vo").G
+    for b in blocks if spoil == "a permutation" else blocks[:1]:
+        rows = b.of(b.tensor.data)
+        if spoil == "a permutation":
+            rows[:, [0, 1]] = rows[:, [1, 0]]
+        else:
+            rows[rows.abs() == rows.abs().max()] *= 1.1
+    assert judge(one, loaded(family, twin)).verdict == "fine-tunes of one another, or of one model"
 
 
 @pytest.mark.parametrize("family", ["gpt2-untied", "qwen2"])
@@ -54,7 +81,8 @@ def test_a_fine_tune_and_an_unrelated_network():
 
 def test_formats_are_named():
     one = loaded("llama")
-    found = judge(one, loaded("llama", _interleaved(one.model)))
+    (twin, _), _ = _reordered(one.model, one.model)
+    found = judge(one, loaded("llama", twin))
     assert found.verdict == "one function in two formats"
     assert evidence(found, "formats") == "formats: RoPE's planes in halves and interleaved"
     tied, untied = loaded("llama-tied"), loaded("llama-tied")
@@ -75,6 +103,37 @@ def test_formats_are_named():
     assert evidence(found, "formats") == "formats: Phi3ForCausalLM and LlamaForCausalLM"
 
 
+def test_networks_without_wide_layers_have_no_p_value():
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    one = LoadedModel(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 3, 8))
+    other = copy.deepcopy(one)
+    apply_random_symmetry_(other.model)
+    found = judge(one, other)
+    assert found.verdict == "one function"
+    assert "no layers of more neurons than the stream is wide" in evidence(found, "no p-value")
+    other.model.layers[0].linear1.weight.data[0, 0] += 1
+    assert judge(one, other).verdict == "not one function"
+
+
+def test_networks_that_are_not_wired_are_compared_by_their_outputs():
+    one = LoadedModel(nn.Linear(3, 3), torch.randn(2, 3))
+    found = judge(one, copy.deepcopy(one))
+    assert found.verdict == "one function"
+    assert found.distances.empty
+    with pytest.raises(ValueError, match="no layers of more neurons than the stream is wide are known of a Linear"):
+        judge(one, LoadedModel(nn.Linear(3, 3), one.example))
+    broken = copy.deepcopy(one)
+    nn.init.constant_(broken.model.weight, torch.nan)
+    for pair in ((broken, broken), (one, broken), (broken, one)):
+        with pytest.raises(ValueError, match=r"NaN or infinite|no layers"):
+            judge(*pair)
+
+
+def test_networks_with_other_inputs_are_not_run():
+    with pytest.raises(ValueError, match="the networks differ in their layers or embeddings"):
+        judge(loaded("vit"), loaded("bert"))
+
+
 def test_the_command(tmp_path, capsys):
     model = build("vit").float()
     model.save_pretrained(tmp_path / "one")
@@ -89,6 +148,19 @@ def test_the_command(tmp_path, capsys):
     build("bert").float().save_pretrained(tmp_path / "bert")
     assert cli.main(["same", *(str(tmp_path / name) for name in ("one", "bert"))]) == 2
     assert "the networks differ in their layers or embeddings" in capsys.readouterr().err
+
+
+def test_the_command_writes_no_table_of_weights_that_cannot_be_aligned(tmp_path, capsys):
+    import transformers
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.AlbertConfig(**sizes, embedding_size=8, vocab_size=11)
+    transformers.AlbertModel(config).save_pretrained(tmp_path / "one")  # its wiring is not known
+    assert cli.main(["same", str(tmp_path / "one"), str(tmp_path / "one"), "--out", str(tmp_path / "table.csv")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "one function"
+    assert "there are no distances to write" in said[-1]
+    assert not (tmp_path / "table.csv").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -64,7 +64,7 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
     Path("halves").mkdir()
     for name in "ab":
         torch.save(halves.model().state_dict(), f"halves/{name}.pt")
-    config = {**json.loads(Path("sweep.json").read_text()), "ablations": [{}]}
+    config = json.loads(Path("sweep.json").read_text())
     config |= {"measures": ["adaptive", "gradient-norm"], "rho": {"adaptive": 0.1}}
     config["checkpoints"] = [{"path": "halves/*.pt", "model": "halves:model"}]
     Path("halves.json").write_text(json.dumps(config))
@@ -426,7 +426,7 @@ def test_the_plan_is_said_first(place, capsys):
 
 def test_a_sweep_without_a_configuration(place, capsys):
     """The rows are those of the same sweep from a file."""
-    config = json.loads(Path("sweep.json").read_text()) | {"rho": [0.1, 0.3], "ablations": [{}]}
+    config = json.loads(Path("sweep.json").read_text()) | {"rho": [0.1, 0.3], "measures": ["adaptive", "euclidean"]}
     config["test"] = {"source": "test.pt", "batch_size": 8}
     Path("same.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "same.json", "--out", "file", "--quiet"]) == 0

@@ -1,6 +1,7 @@
 """Tables and figures of a sweep: its rows, what they say of each model, and how every measure ranks the models."""
 
 import csv
+import io
 import json
 import re
 from pathlib import Path
@@ -25,7 +26,6 @@ def test_rows_survive_a_csv(tmp_path):
     back = read_table(tmp_path / "r.csv")
     pd.testing.assert_frame_equal(compare(back), compare(read_results(tmp_path)), rtol=1e-6)
     assert [r["checkpoint"] for r in back] == [r["checkpoint"] for r in rows]
-    assert back[2]["ablation"] == {}
     assert back[2]["sharpness"] == pytest.approx(rows[2]["sharpness"], rel=1e-7)
     (tmp_path / "bad.jsonl").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="holds no results"):
@@ -55,6 +55,64 @@ def test_tables(style, tmp_path, capsys):
     assert text.count("\n") > 10
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def on_a_terminal(monkeypatch, *arguments, columns=2000):
+    """The lines of a table as a terminal of so many columns gets them."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", shown := Terminal())
+    assert cli.main(["table", *map(str, arguments)]) == 0
+    return shown.getvalue().partition("\n\n\033[2m-" if "\033[2m-" in shown.getvalue() else "\n\n- ")[0].splitlines()
+
+
+def plain(line):
+    return re.sub(r"\033\[.m", "", line)
+
+
+@pytest.mark.parametrize("models", [4, 12])
+def test_a_terminal_is_shown_the_best_and_sizes(models, tmp_path, monkeypatch):
+    """Bold: of models the smallest number of a column, of measures the largest correlation."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    write_results(path := tmp_path / "r.jsonl", rows := study(models))
+    lines = on_a_terminal(monkeypatch, path)
+    if models < 10:
+        frame = per_model(rows).set_index("model")
+        best = {c: {frame[c].idxmin()} for c in frame if frame[c].nunique() > 1}
+        number = frame["gap"]
+    else:
+        frame = compare(rows)
+        frame.index = frame["quantity"] + [f" {r:g}" if r else "" for r in frame["rho"]]
+        best = {c: set(frame.index[frame[c].abs() == frame[c].abs().max()]) for c in ("tau", "partial")}
+        number = frame["tau"].abs().dropna()
+    bold = [re.findall(r"\033\[1m +([\d.e+-]+)", line) for line in lines[1:]]
+    for name, found in zip(frame.index, bold, strict=True):
+        assert found == [f"{frame[c][name]:.3g}" for c in best if name in best[c]]
+    assert any(bold)
+    start = lines[0].index("gap" if models < 10 else "tau") + 3
+    blocks = [plain(line)[start - 1] for line in lines[1:]]
+    drawn = dict(zip(frame.index, blocks, strict=True))
+    order = sorted(number.index, key=number.get)
+    assert [drawn[name] for name in order] == sorted(drawn[name] for name in order)
+    assert drawn[order[-1]] == "█"
+    assert drawn[order[0]] < "█"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert on_a_terminal(monkeypatch, path) == [plain(line) for line in lines]
+    # Pieces are as wide as the terminal, and nothing is left out of them.
+    narrow = on_a_terminal(monkeypatch, path, columns=70)
+    assert max(map(len, narrow)) <= 70 < max(len(plain(line)) for line in lines)
+    assert sorted(" ".join(narrow).split()) != sorted(plain(" ".join(lines)).split())  # names are repeated
+    assert set(" ".join(narrow).split()) == set(plain(" ".join(lines)).split())
+
+
+def test_a_pipe_gets_no_drawings(tmp_path, capsys):
+    write_results(tmp_path / "r.jsonl", study())
+    assert cli.main(["table", str(tmp_path / "r.jsonl")]) == 0
+    assert not set("█▁\033") & set(capsys.readouterr().out)
+
+
 def test_names_in_latex(tmp_path, capsys):
     rows = [{**r, "checkpoint": r["checkpoint"] + r" $a_1^#\{x}~&%"} for r in study(models=2)]
     write_results(tmp_path / "r.jsonl", rows)
@@ -70,7 +128,7 @@ def test_a_row_for_each_model():
         if row["kind"] == "sharpness" and row["checkpoint"] != "m02":
             row["per_batch"] = [row["sharpness"] - 0.3, row["sharpness"] + 0.3]
     table = per_model(rows, short=True)
-    # The model, four of the fit, the gap, two measures and their two ablations at one radius each, and their errors.
+    # The model, four of the fit, the gap, two measures and their two averages at one radius each, and their errors.
     assert len(table.columns) == 1 + 4 + 1 + 4 * 2
     assert list(table.columns[6::2]) == [
         "adaptive, rho = 0.5", "adaptive, statistic = average, rho = 0.5", "geodesic-inv, rho = 0.1",
@@ -85,7 +143,7 @@ def test_every_radius_has_the_tau_of_its_column():
     found = compare(rows)
     assert list(found["quantity"][:3]) == ["train_loss", "train_error", "weight_norm"]
     line = found[(found["quantity"] == "adaptive") & (found["rho"] == 0.5)].iloc[0]
-    values = {r["checkpoint"]: r["sharpness"] for r in rows if r.get("rho") == 0.5 and not r["ablation"]}
+    values = {r["checkpoint"]: r["sharpness"] for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.5}
     expected = scipy.stats.kendalltau(list(values.values()), [goal[m] for m in values])
     assert (line["tau"], line["p"]) == pytest.approx(expected)
     assert line["median"] == np.median(list(values.values()))

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from ...linalg import finite, in_double
-from ..blocks import Block
-from .canonical import canonical_form
+from .canonical import canonical_form, write_values
 from .fits import balanced, matched, permutation, refined, rotation, turned
-from .units import Cell, Move, cells_of
-from .wiring import State
+from .units import Cell, Move, Part, cells_of, unique
+from .wiring import State, Wiring
 
 #: What :func:`align_models` may move, beyond the canonical form.
 KINDS = ("permutations", "rotation", "heads", "scales")
@@ -62,9 +61,10 @@ class Element:
         with _ON_CPU:
             form, g, stream = _Form(model), torch.Generator().manual_seed(seed), None
             if form.vectors:
-                scores = torch.randn(form.width, form.width, generator=g, dtype=torch.float64)
+                d = form.vectors[0].size[1]
+                scores = torch.randn(d, d, generator=g, dtype=torch.float64)
                 stream = permutation(scores, torch.zeros_like(scores), signs=not form.centring)
-            return cls(stream, {c.name: c.random(g) for c in form.cells})
+            return cls(stream, {c.name: c.random(g) for c in form.cells if c.units})
 
     @torch.no_grad()
     def of(self, model: nn.Module) -> nn.Module:
@@ -135,7 +135,7 @@ def align_models(
     kinds : collection of {"permutations", "rotation", "heads", "scales"}
         What may move besides the canonical form, as far as the architecture allows it: the order of heads, neurons and
         entries of the stream; the stream by an orthogonal matrix; heads by GL(h), or planes under RoPE by complex
-        numbers; gated and rectified neurons by their scale.
+        numbers; gated and rectified neurons by their scale, those of tanh by their sign.
 
     Returns
     -------
@@ -153,7 +153,8 @@ def align_models(
     -----
     The minimum is local. Descent begins where the rotation fits the weights whose other index is known (tokens,
     positions, pixels, classes), or at the result of permutations alone, if that is lower. A copy that was moved by
-    symmetries is found wherever these weights determine the rotation.
+    symmetries is found wherever these weights determine the rotation. One sign is not tried: that of the whole stream
+    between LayerNorms, where its entries are only permuted.
 
     Examples
     --------
@@ -170,20 +171,19 @@ def align_models(
     _check(reference, model)
     with _ON_CPU:
         a, b = _Form(reference), _Form(model)
-        descent, still = _Descent(a, b, kinds, {}), Element(None, {c.name: c.identity() for c in b.cells})
-        before = descent.costs(still)
-        after, history = descent.search(still)
-        b.write(after.element)
-    first, last = ({kind: square**0.5 for kind, square in found.squares.items()} for found in (before, after))
-    return b.model, Alignment(a.model, after.element, first, last, descent.size**0.5, (before.total, *history))
+        descent, still = _Descent(a, b, kinds, {}), Element(None, {c.name: c.identity() for c in b.cells if c.units})
+        found = [descent.costs(still), *descent.search(still)]
+        b.write(found[-1].element)
+    first, last = ({kind: square**0.5 for kind, square in f.squares.items()} for f in (found[0], found[-1]))
+    return b.model, Alignment(a.model, found[-1].element, first, last, descent.size**0.5, tuple(f.total for f in found))
 
 
 def _check(reference: nn.Module, model: nn.Module) -> None:
     """Raise for a network that cannot be brought to the reference's coordinates."""
     both = [{n: (tuple(p.shape), p.dtype, p.device) for n, p in m.named_parameters()} for m in (reference, model)]
     for name in {**both[0], **both[1]}:
-        if both[0].get(name) != both[1].get(name):
-            one, other = (side.get(name, "missing") for side in both)
+        one, other = (side.get(name, "missing") for side in both)
+        if one != other:
             raise ValueError(f"the networks differ in the parameter {name!r}: {one} and {other}")
     for name, p in (*reference.named_parameters(), *model.named_parameters()):
         if p.dtype not in (torch.float32, torch.float64) or not finite(p):
@@ -198,61 +198,47 @@ class _Form:
         state = State()
         form = canonical_form(self.model, state=state)
         form.values.clear()  # they are in the state
-        w = form.wiring
-        if w is None or not w.sites:
+        if not form.wired:
             name = type(model).__name__
             raise ValueError(f"no wiring is known of a {name}; see quotient_manifolds.symmetries.whole.register_wiring")
-        self.cells = cells_of(form, self.model)
-        self.centring = any(s.norm.centring for s in w.sites)
-        self.turns = any(s.kind == "rotation" for s in form.symmetries)
+        w = form.wiring or Wiring()
         norms = [s.norm for s in w.sites]
+        self.centring = any(n.centring for n in norms)
+        self.turns = any(s.kind == "rotation" for s in form.symmetries)
         #: Rows that are vectors in the stream, and rows of one number an entry, which its sign does not change.
-        self.vectors = _unique([*w.vectors, *w.alike, *(n.shift for n in norms if n.shift)]) if w.closed else []
-        self.gains = _unique([*(n.gain for n in norms if n.gain), *(b for _, b, _ in w.scales)])
-        widths = {b.size[1] for b in (*self.vectors, *self.gains)}
-        self.width = max(widths, default=0)
-        if len(widths) > 1 or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
-            self.vectors = []
-        for part in (part for cell in self.cells for part in cell.parts if part.n):
+        self.vectors = unique([*w.vectors, *w.alike, *(n.shift for n in norms if n.shift)])
+        self.gains = unique([*(n.gain for n in norms if n.gain), *(b for _, b, _ in w.scales)])
+        one_width = len({b.size[1] for b in (*self.vectors, *self.gains)}) == 1
+        if not w.closed or not one_width or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
+            self.vectors = ()
+        cells = cells_of(form, self.model)
+        for part in (part for cell in cells for part in cell.parts if part.n and not part.signs):
             part.write(balanced(part.read(state), part.n), state)
-        self.store(state)
-        #: Parameters cell by cell, and those of none.
-        self.chunks: list[tuple[list[Tensor], list[Cell]]] = [(cell.parameters, [cell]) for cell in self.cells]
-        taken = {p for own, _ in self.chunks for p in own}
-        self.chunks.append(([p for p in self.model.parameters() if p not in taken], []))
+        write_values(state)
+        taken = {p for cell in cells for p in cell.parameters}
+        self.cells = [*cells, Cell("", others=tuple(p for p in self.model.parameters() if p not in taken))]
         for p, q in zip(self.model.parameters(), model.parameters(), strict=True):
             p.requires_grad_(q.requires_grad)
 
-    def store(self, state: State) -> None:
-        """Write values into the copy."""
-        for p, value in state.items():
-            p.copy_(value)
-
     def write(self, element: Element) -> None:
         """Move the network."""
-        for parameters, cells in self.chunks:
-            self.store(self.moved(parameters, cells, element))
+        for cell in self.cells:
+            write_values(self.moved(cell, element))
 
-    def turned(self, parameters: Iterable[Tensor], Q: Tensor | None) -> State:
-        """Return parameters after a rotation of the stream."""
-        state, chosen = State(), set(parameters)
+    def turned(self, cell: Cell, Q: Tensor | None) -> State:
+        """Return the parameters of a cell after a rotation of the stream."""
+        state, chosen = State(), set(cell.parameters)
         for rows, R in ((self.vectors, Q), (self.gains, None if Q is None or self.turns else Q.abs())):
             for b in rows:
                 if R is not None and b.tensor in chosen:
                     state.write(b, turned(state.read(b), R))
         return state
 
-    def moved(self, parameters: list[Tensor], cells: Iterable[Cell], element: Element) -> State:
-        """Return parameters, which belong to some cells or to none, after a move."""
-        state = self.turned(parameters, element.stream)
-        for cell in cells:
-            for k, part in enumerate(cell.parts):
-                part.write(cell.moved(k, part.read(state), element.cells[cell.name]), state)
+    def moved(self, cell: Cell, element: Element) -> State:
+        """Return the parameters of a cell after a move."""
+        state = self.turned(cell, element.stream)
+        cell.write(cell.moved(cell.read(state), element.cells.get(cell.name)), state)
         return state
-
-
-def _unique(blocks: Iterable[Block]) -> list[Block]:
-    return list({b.key: b for b in blocks}.values())
 
 
 @dataclass(frozen=True)
@@ -270,50 +256,49 @@ class _Found:
 class _Descent:
     """The steps that lower the objective."""
 
-    def __init__(
-        self, a: _Form, b: _Form, kinds: Collection[str], matches: dict[object, tuple[Tensor, Tensor]]
-    ) -> None:
+    def __init__(self, a: _Form, b: _Form, kinds: Collection[str], matches: dict[object, Move]) -> None:
         self.a, self.b, self.kinds, self.matches = a, b, set(kinds), matches
         if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
             raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
+        self.cells = [replace(cell, parts=tuple(map(self.limited, cell.parts))) for cell in b.cells]
         weights = list(a.model.parameters())
         self.size = sum(map(_square, weights))
         self.least = 100 * max(torch.finfo(p.dtype).eps for p in weights) ** 2 * self.size  # rounding
 
-    def search(self, still: Element) -> tuple[_Found, list[float]]:
-        """Descend from the better of two starts; return what was found, and the history."""
-        found = self.costs(self.turned(still, known=True), improve=True)
-        if found.total > self.least:
+    def limited(self, part: Part) -> Part:
+        """Take the group from a part on which none may act."""
+        return part if ("scales" if part.kind == "neurons" else "heads") in self.kinds else replace(part, n=0)
+
+    def search(self, still: Element) -> list[_Found]:
+        """Descend from the better of two starts; return what was found, lower and lower."""
+        found = [self.costs(self.turned(still, known=True), improve=True)]
+        if found[0].total > self.least:
             alone = _Descent(self.a, self.b, {"permutations"}, self.matches)
-            start = alone.search(still)[0].element if self.kinds > alone.kinds else still
-            found = min(found, self.costs(start, improve=True), key=lambda f: f.total)
-        history = [found.total]
-        while history[-1] > self.least:
-            trial = self.turned(found.element)
-            if _same(trial.stream, found.element.stream):
+            start = alone.search(still)[-1].element if self.kinds > alone.kinds else still
+            found = [min(*found, self.costs(start, improve=True), key=lambda f: f.total)]
+        while found[-1].total > self.least:
+            trial = self.turned(found[-1].element)
+            if _same(trial.stream, found[-1].element.stream):
                 break
             lower = self.costs(trial, improve=True)
-            if not lower.total < (1 - _TOLERANCE) * history[-1]:
+            if not lower.total < (1 - _TOLERANCE) * found[-1].total:
                 break
-            found = lower
-            history.append(found.total)
-        return found, history
+            found.append(lower)
+        return found
 
     def costs(self, element: Element, improve: bool = False) -> _Found:
         """Return squared distances by kind, of an element or, with ``improve``, of one with better moves of cells."""
         squares, moves = defaultdict[str, float](float), dict(element.cells)
-        for (theirs, cells), (own, alike) in zip(self.b.chunks, self.a.chunks, strict=True):
-            at, state = State(), self.b.turned(theirs, element.stream)
-            for cell, fixed in zip(cells, alike, strict=True):
-                X, Y = ([part.read(s) for part in c.parts] for c, s in ((fixed, at), (cell, state)))
-                by_part = _squares(cell, X, Y, moves[cell.name])
-                if improve:
-                    moves[cell.name], by_part = self.better(cell, X, Y, moves[cell.name], by_part, element.stream)
-                for part, square in zip(cell.parts, by_part, strict=True):
-                    squares[part.kind] += square
-            for p, q in zip(theirs, own, strict=True):
+        for cell, mine in zip(self.cells, self.a.cells, strict=True):
+            at, state = State(), self.b.turned(cell, element.stream)
+            X, Y = mine.read(at), cell.read(state)
+            if improve and cell.units:
+                moves[cell.name] = self.better(cell, X, Y, moves[cell.name], element.stream)
+            for part, square in zip(cell.parts, _squares(cell, X, Y, moves.get(cell.name)), strict=True):
+                squares[part.kind] += square
+            for p, q in zip(cell.parameters, mine.parameters, strict=True):
                 rest = (state.of(p) - at.of(q)).contiguous()
-                for b in (b for cell in cells for part in cell.parts for b in part.blocks if b.tensor is p):
+                for b in (b for part in cell.parts for b in part.blocks if b.tensor is p):
                     b.of(rest).zero_()
                 squares["others"] += _square(rest)
         return _Found(replace(element, cells=moves), dict(squares))
@@ -324,43 +309,37 @@ class _Descent:
         free = b.turns and "rotation" in self.kinds
         if not b.vectors or not (free or "permutations" in self.kinds):
             return element
-        M, N = torch.zeros(2, b.width, b.width, dtype=torch.float64)
-        for theirs, cells in b.chunks[-1:] if known else b.chunks:
-            state, chosen = b.moved(theirs, cells, replace(element, stream=None)), set(theirs)
+        d = b.vectors[0].size[1]
+        M, N = torch.zeros(2, d, d, dtype=torch.float64)
+        for cell in self.cells[-1:] if known else self.cells:
+            state, chosen = b.moved(cell, replace(element, stream=None)), set(cell.parameters)
             for into, mine, others in ((M, a.vectors, b.vectors), (N, a.gains, b.gains)):
                 for one, other in zip(mine, others, strict=True):
                     if other.tensor in chosen:
                         into += (State().read(one).mT @ state.read(other)).cpu()
         return replace(element, stream=rotation(M, b.centring) if free else permutation(M, N, signs=not b.centring))
 
-    def better(
-        self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, squares: list[float], stream: Tensor | None
-    ) -> tuple[Move, list[float]]:
+    def better(self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, stream: Tensor | None) -> Move:
         """Match units anew and choose group elements; if that does not help, keep units and choose elements."""
-        acts = [p.n > 0 and ("scales" if p.kind == "neurons" else "heads") in self.kinds for p in cell.parts]
-        tried = [move]
+        tried, now = [move], sum(_squares(cell, X, Y, move))
         if "permutations" in self.kinds:
-            key = (cell.name, *acts, stream if stream is None else hash(stream.numpy().tobytes()))
+            key = (cell.name, *(p.n for p in cell.parts), stream if stream is None else hash(stream.numpy().tobytes()))
             if key not in self.matches:
-                self.matches[key] = matched(cell, X, Y, acts)
-            new = Move(*self.matches[key], (None,) * len(acts))
+                self.matches[key] = matched(cell, X, Y)
+            new = self.matches[key]
             if not (torch.equal(new.order, move.order) and torch.equal(new.queries, move.queries)):
                 tried.insert(0, new)
-        for trial in tried:
-            trial = refined(cell, X, Y, trial, acts)
-            lower = _squares(cell, X, Y, trial)
-            if sum(lower) < sum(squares):
-                return trial, lower
-        return move, squares
+        trials = (refined(cell, X, Y, trial) for trial in tried)
+        return next((trial for trial in trials if sum(_squares(cell, X, Y, trial)) < now), move)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _squares(cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move) -> list[float]:
+def _squares(cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move | None) -> list[float]:
     """Return the squared distances of the parts of a cell."""
-    return [_square(x - cell.moved(k, y, move)) for k, (x, y) in enumerate(zip(X, Y, strict=True))]
+    return [_square(x - y) for x, y in zip(X, cell.moved(Y, move), strict=True)]
 
 
 def _square(x: Tensor) -> float:

@@ -36,21 +36,14 @@ def rotation(M: Tensor, centring: bool) -> Tensor:
     """Return the orthogonal Q with the largest tr(M Qᵀ); with Q 1 = 1 if norms centre."""
     if not centring:
         return polar(M)
-    d = len(M)
-    frame = torch.eye(d, dtype=M.dtype)
-    frame[:, 0] = 1
-    basis = torch.linalg.qr(frame).Q[:, 1:]
-    return basis @ polar(basis.mT @ M @ basis) @ basis.mT + 1 / d
+    basis = torch.linalg.svd(torch.ones_like(M[:1])).Vh[1:].mT  # of what is orthogonal to 1
+    return basis @ polar(basis.mT @ M @ basis) @ basis.mT + 1 / len(M)
 
 
 def permutation(M: Tensor, N: Tensor, signs: bool) -> Tensor:
     """Return the permutation Q with the largest tr(M Qᵀ) + tr(N |Q|ᵀ), its entries ±1 with ``signs``."""
-    order = assigned((M.abs() if signs else M) + N)
-    Q = torch.zeros_like(M)
-    rows = torch.arange(len(M))
-    sign = M[rows, order].sign() if signs else torch.ones(len(M), dtype=M.dtype)
-    Q[rows, order] = torch.where(sign == 0, 1, sign)
-    return Q
+    sign = torch.where(M < 0, -1, 1) if signs else torch.ones_like(M)
+    return torch.eye(len(M), dtype=M.dtype)[assigned(M * sign + N)] * sign
 
 
 def turned(rows: Tensor, Q: Tensor) -> Tensor:
@@ -62,32 +55,28 @@ def turned(rows: Tensor, Q: Tensor) -> Tensor:
     return rows[:, order] * Q.sum(1)
 
 
-def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], acts: Sequence[bool]) -> tuple[Tensor, Tensor]:
+def matched(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor]) -> Move:
     """Assign units to units, and within each pair queries to queries.
 
-    ``acts`` says for every part whether a group does; units are compared with the best unitary elements of it. Scores
-    are in single precision: whether a match helps is for the caller to see.
+    Where a group acts, units are compared with the best unitary elements of it. Scores are in single precision: whether
+    a match helps is for the caller to see.
     """
     U, R = cell.units, cell.queries
     X, Y = ([x.to(torch.complex64 if x.is_complex() else torch.float32) for x in side] for side in (X, Y))
     queries = torch.arange(R).expand(U, U, R).clone()
     if R > 1:
-        alike = torch.zeros(U, U, R, R)
-        for each in zip(cell.parts, X, Y, strict=True):
-            alike += _queries(*each)
+        grouped = (each for each in zip(cell.parts, X, Y, strict=True) if each[0].queries is not None)
+        alike = torch.stack([_queries(*each) for each in grouped]).sum(0)
         for i, j in product(range(U), repeat=2):
             queries[i, j] = assigned(alike[i, j])
     scores = torch.zeros(U, U)
-    for k, (part, x, y) in enumerate(zip(cell.parts, X, Y, strict=True)):
-        free = acts[k] and not part.group.positive
-        if part.queries is None:
-            scores += _fit(torch.einsum("uprh,vprk->uvphk", x.conj(), y), free)
-            continue
-        for i in range(U):
-            z = cell.arranged(k, y, Move(torch.arange(U), queries[i]))
-            scores[i] += _fit(torch.einsum("prh,vprk->vphk", x[i].conj(), z), free)
+    for part, x, y in zip(cell.parts, X, Y, strict=True):
+        for at in [slice(0, U)] if part.queries is None else [slice(i, i + 1) for i in range(U)]:
+            z = part.arranged(y, Move(torch.arange(U), queries[at.start]))
+            C = torch.einsum("uprh,vprk->uvphk", x[at].conj(), z)
+            scores[at] += _fit(C, part.n > 0 and not part.group.positive)
     order = assigned(scores)
-    return order, queries[torch.arange(U), order]
+    return Move(order, queries[torch.arange(U), order])
 
 
 def _fit(C: Tensor, free: bool) -> Tensor:
@@ -99,25 +88,24 @@ def _fit(C: Tensor, free: bool) -> Tensor:
 
 def _queries(part: Part, x: Tensor, y: Tensor) -> Tensor:
     """Return inner products of queries' products with what they share; (units, units, queries, queries)."""
-    if part.queries is None:
-        return torch.zeros(())
+    assert part.queries is not None
     a, b = x[:, :, part.queries].conj(), y[:, :, part.queries]
     common = torch.ones(x.shape[2], dtype=torch.bool).index_fill_(0, part.queries.flatten(), False)
     C = torch.einsum("uprh,vprk->uvphk", x[:, :, common], y[:, :, common].conj())
     return torch.einsum("upaqh,vpbqk,uvphk->uvab", a, b, C).real.cpu()
 
 
-def refined(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], move: Move, acts: Sequence[bool]) -> Move:
+def refined(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], move: Move) -> Move:
     """Choose the group elements of a move: from those that it has, or from the best unitary ones."""
-    inner = list(move.inner)
+    inner = dict(move.inner)
     for k, part in enumerate(cell.parts):
-        if acts[k]:
-            y, A = cell.arranged(k, Y[k], move), inner[k]
-            if A is None:
+        if part.n:
+            y, positive = part.arranged(Y[k], move), part.group.positive
+            if k not in inner or part.signs:
                 A = polar(X[k].mH @ y)
-                A = A.abs() if part.group.positive else A
-            inner[k] = fitted(X[k], y, part.n, A, part.group.positive)
-    return replace(move, inner=tuple(inner))
+                inner[k] = A.abs() if positive else A
+            inner[k] = inner[k] if part.signs else fitted(X[k], y, part.n, inner[k], positive)
+    return replace(move, inner=inner)
 
 
 def balanced(x: Tensor, n: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...linalg import finite
 from .canonical import canonical_form
+from .fits import assigned
 from .wiring import State, Wiring
 
 #: Singular values that are smaller, relative to the largest, are rounding of float32.
@@ -154,9 +155,6 @@ def _unexplained(x: _Neurons) -> Tensor:
 
 def _matching(x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
     """Assign rows to rows by the largest sum of squared cosines; rows that are equal, such as 0, at random."""
-    from scipy.optimize import linear_sum_assignment  # slow to import
-
     x, y = (nn.functional.normalize(rows, dim=1) for rows in (x, y))
     order = torch.randperm(len(y), generator=generator)
-    found = linear_sum_assignment((x @ y[order].mT).square().numpy(), maximize=True)[1]
-    return order[torch.as_tensor(found)]
+    return order[assigned((x @ y[order].mT).square())]

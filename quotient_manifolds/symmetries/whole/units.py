@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -29,10 +30,12 @@ class Part:
     group : GL
         How rows become points.
     n : int
-        Rows of G; 0 if no group acts.
+        Rows of G; 0 if no group acts, or none may.
     columns : bool
     queries : Tensor or None
         For every query head of a unit the numbers of its rows, (queries, rows).
+    signs : bool
+        Of the group only ±1 act.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class Part:
     n: int = 0
     columns: bool = False
     queries: Tensor | None = None
+    signs: bool = False
 
     @cached_property
     def rows(self) -> BlockStack:
@@ -62,9 +66,18 @@ class Part:
         """Write what :meth:`read` reads."""
         x = x.transpose(0, 1) if self.columns else x
         rows = self.group.from_point(x if self.group.diagonal else x.squeeze(1))
-        for p in set(self.rows.parameters()) - state.keys():
-            state[p] = state.of(p).clone(memory_format=torch.contiguous_format)
+        copies = {p: state.of(p).clone(memory_format=torch.contiguous_format) for p in self.rows.parameters()}
+        state.update(copies)
         self.rows.scatter_(rows, state)
+
+    def arranged(self, x: Tensor, move: Move) -> Tensor:
+        """Permute the units, and the queries within them."""
+        x = x[move.order.to(x.device)]
+        if self.queries is None:
+            return x
+        source = torch.arange(x.shape[2]).repeat(len(x), 1)
+        source[:, self.queries.flatten()] = self.queries[move.queries].flatten(1)
+        return torch.take_along_dim(x, source.to(x.device)[:, None, :, None], 2)
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,9 @@ class Move:
         For every unit of the result the unit that comes there, (units,).
     queries : Tensor
         The same for the query heads within every unit of the result, (units, queries).
-    inner : tuple of Tensor or None
-        For every part the group elements A, (units, planes, h, h): G → G A⁻¹, H → H Aᴴ.
+    inner : dict of int to Tensor
+        By the number of a part the group elements A, (units, planes, h, h): G → G A⁻¹, H → H Aᴴ. A part that is not
+        there is only permuted.
 
     Examples
     --------
@@ -87,52 +101,57 @@ class Move:
     >>> import torch
     >>> from quotient_manifolds.symmetries.whole import Move
     >>> Move(torch.tensor([1, 0]), torch.zeros(2, 1, dtype=torch.long)).inner
-    ()
+    {}
     """
 
     order: Tensor
     queries: Tensor
-    inner: tuple[Tensor | None, ...] = ()
+    inner: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """Units that may be permuted: heads of a layer, or of all layers that share a table of scores, or neurons."""
+    """Units that may be permuted: heads of a layer, or of all layers that share a table of scores, or neurons.
+
+    ``others`` are parameters that are read and written with them; one cell, without units, has all of no other cell.
+    """
 
     name: str
-    parts: tuple[Part, ...]
-    units: int
+    parts: tuple[Part, ...] = ()
+    units: int = 0
     queries: int = 1
+    others: tuple[Tensor, ...] = ()
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that its weights belong to, each once."""
-        return list(dict.fromkeys(p for part in self.parts for p in part.rows.parameters()))
-
-    def identity(self) -> Move:
-        """Return the move that changes nothing."""
-        queries = torch.arange(self.queries).repeat(self.units, 1)
-        return Move(torch.arange(self.units), queries, (None,) * len(self.parts))
+        return list(dict.fromkeys([p for part in self.parts for p in part.rows.parameters()] + [*self.others]))
 
     def random(self, generator: torch.Generator) -> Move:
         """Draw an order of the units, and of the queries in each."""
-        order, queries = (
-            torch.rand(n, generator=generator).argsort() for n in (self.units, (self.units, self.queries))
-        )
-        return Move(order, queries, (None,) * len(self.parts))
+        sizes = ((self.units,), (self.units, self.queries))
+        order, queries = (torch.rand(size, generator=generator).argsort() for size in sizes)
+        return Move(order, queries)
 
-    def arranged(self, k: int, x: Tensor, move: Move) -> Tensor:
-        """Permute the units of the points of a part, and the queries within them."""
-        x, rows = x[move.order.to(x.device)], self.parts[k].queries
-        if rows is None:
-            return x
-        source = torch.arange(x.shape[2]).repeat(self.units, 1)
-        source[:, rows.flatten()] = rows[move.queries].flatten(1)
-        return torch.take_along_dim(x, source.to(x.device)[:, None, :, None], 2)
+    def identity(self) -> Move:
+        """Return the move that changes nothing."""
+        return Move(torch.arange(self.units), torch.arange(self.queries).repeat(self.units, 1))
 
-    def moved(self, k: int, x: Tensor, move: Move) -> Tensor:
-        """Move the points of a part."""
-        return acted(self.arranged(k, x, move), self.parts[k].n, move.inner[k])
+    def read(self, state: State) -> list[Tensor]:
+        """Copy the points of all parts."""
+        return [part.read(state) for part in self.parts]
+
+    def write(self, X: Sequence[Tensor], state: State) -> None:
+        """Write what :meth:`read` reads."""
+        for part, x in zip(self.parts, X, strict=True):
+            part.write(x, state)
+
+    def moved(self, X: Sequence[Tensor], move: Move | None) -> list[Tensor]:
+        """Move the points of all parts."""
+        if move is None:
+            return list(X)
+        arranged = (part.arranged(x, move) for part, x in zip(self.parts, X, strict=True))
+        return [acted(x, self.parts[k].n, move.inner.get(k)) for k, x in enumerate(arranged)]
 
 
 def acted(x: Tensor, n: int, A: Tensor | None) -> Tensor:
@@ -146,10 +165,10 @@ def acted(x: Tensor, n: int, A: Tensor | None) -> Tensor:
 def cells_of(form: CanonicalForm, model: nn.Module) -> list[Cell]:
     """List the cells of a network from its canonical form; none shares a parameter, or has what is no parameter."""
     w = form.wiring or Wiring()
-    by_module: dict[str, list[SymmetricPair]] = {}
+    by_module = defaultdict[str, list[SymmetricPair]](list)
     for p in form.pairs:
         if p.G and p.kind in ("qk", "vo") and (p.group is not None or (p.kind == "qk" and w.qk_norms)):
-            by_module.setdefault(p.module, []).append(p)
+            by_module[p.module].append(p)
     found = _bound([c for name, pairs in by_module.items() for c in _heads(name, pairs)], w, model)
     scaled = {p.H[0].key: p for p in form.pairs if p.part == "neurons" and p.group is not None}
     for name, blocks in w.hidden:
@@ -158,7 +177,8 @@ def cells_of(form: CanonicalForm, model: nn.Module) -> list[Cell]:
             parts.append(Part("neurons", [pair.G + pair.H], pair.usable_group(), pair.n, True))
             blocks = tuple(b for b in blocks if b.key not in {b.key for b in parts[0].blocks})
         if blocks:
-            parts.append(Part("neurons", [blocks], GL(blocks[0].size[1], diagonal=True), columns=True))
+            n = sum(b.rows for b in blocks[:-1]) if name in w.odd else 0
+            parts.append(Part("neurons", [blocks], GL(blocks[0].size[1], diagonal=True), n, True, signs=n > 0))
         found.append(Cell(name, tuple(parts), parts[0].group.h))
     taken, kept = set[Tensor](), []
     for cell in found:
@@ -170,12 +190,11 @@ def cells_of(form: CanonicalForm, model: nn.Module) -> list[Cell]:
 
 def _heads(name: str, pairs: Sequence[SymmetricPair]) -> list[Cell]:
     """Return the cell of one attention layer; none if its heads do not look alike, or values or queries are unknown."""
-    shared: dict[tuple[str, str], dict[Hashable, SymmetricPair]] = {}
+    shared = defaultdict[tuple[str, str], dict[Hashable, SymmetricPair]](dict)
     for p in pairs:  # pairs without a group have not been merged
-        units = shared.setdefault((p.kind, p.part), {})
-        key = tuple(b.key for b in (p.G if p.kind == "vo" else p.H))
+        units, key = shared[p.kind, p.part], tuple(b.key for b in (p.G if p.kind == "vo" else p.H))
         one = units.get(key, p)
-        units[key] = replace(one, G=_union(one.G, p.G), H=_union(one.H, p.H))
+        units[key] = replace(one, G=unique(one.G + p.G), H=unique(one.H + p.H))
     layouts = {(kind, p.group, p.layout) for (kind, _), units in shared.items() for p in units.values()}
     sizes = {len(units) for units in shared.values()}
     if {kind for kind, _ in shared} != {"qk", "vo"} or len(sizes) > 1 or len(layouts) > len(shared):
@@ -192,29 +211,25 @@ def _heads(name: str, pairs: Sequence[SymmetricPair]) -> list[Cell]:
     return [Cell(name, tuple(parts), sizes.pop(), queries)]
 
 
-def _union(one: tuple[Block, ...], other: tuple[Block, ...]) -> tuple[Block, ...]:
-    return tuple({b.key: b for b in one + other}.values())
+def unique(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Return blocks without repetitions."""
+    return tuple({b.key: b for b in blocks}.values())
 
 
 def _bound(cells: Sequence[Cell], w: Wiring, model: nn.Module) -> list[Cell]:
     """Join cells whose scores come from one table (T5's layers share that of the first); the table moves with them."""
     names = {module: name for name, module in model.named_modules()}
-    tables: dict[
-        str, tuple[Block, ...]
-    ] = {}  # by the attention layer that they lie in or beside; by "" if there are several
+    tables = defaultdict[str, tuple[Block, ...]](tuple)  # by the module that they lie in
     for _, blocks in w.score_tables:
-        parent = names[blocks[0].module].rpartition(".")[0]
-        near = [c.name for c in cells if f"{c.name}.".startswith(parent and f"{parent}.")]
-        owner = near[0] if len(near) == 1 else ""
-        tables[owner] = tables.get(owner, ()) + blocks
-    joined = {name: Cell(name, (), 0) for name in tables}
-    for c in cells:
-        alike = (o for o in tables if o == "" or re.sub(r"\d+", "", o) == re.sub(r"\d+", "", c.name))
-        name = c.name if c.name in tables else next(alike, c.name)
-        joined[name] = replace(
-            c, name=name or c.name, parts=(*(joined[name].parts if name in joined else ()), *c.parts)
-        )
-    for name, blocks in tables.items():
-        scores = Part("scores", [blocks], GL(blocks[0].size[1], diagonal=True), columns=True)
-        joined[name] = replace(joined[name], parts=(*joined[name].parts, scores))
-    return [c for c in joined.values() if c.units]
+        tables[names[blocks[0].module].rpartition(".")[0]] += blocks
+    joined = defaultdict[str, list[Cell]](list)
+    for c in cells:  # the table of its own layer, or else of another one of the same stack
+        alike = (t for t in tables if re.sub(r"\d+", "", c.name).startswith(re.sub(r"\d+", "", t)))
+        joined[max(alike, key=c.name.startswith, default=c.name)].append(c)
+    found = []
+    for name, each in joined.items():
+        parts, scores = [part for c in each for part in c.parts], tables[name]
+        if scores:
+            parts.append(Part("scores", [scores], GL(scores[0].size[1], diagonal=True), columns=True))
+        found.append(replace(each[0], parts=tuple(parts)))
+    return found
