@@ -166,8 +166,10 @@ class Stack:
 
     def grams(self) -> Tensor:
         """Return the Gram matrices of the gradients."""
-        sides = zip(self.g, self.sizes, strict=True)
-        return rescaled((gram(torch.div(g, size, out=self.room_of(g))) for g, size in sides), self.sizes)
+        found = list[Tensor]()
+        for g, size in zip(self.g, self.sizes, strict=True):
+            found.append(gram(torch.div(g, size, out=self.room_of(g))))
+        return rescaled(found, self.sizes)
 
     def moments(self) -> list[Tensor]:
         """List the moments of G and of H, if there are any."""
@@ -175,10 +177,11 @@ class Stack:
 
     def average_(self, weight: float) -> list[Tensor]:
         """Return the moments, after they have gone a share of the way to the gradients."""
-        for g, m in zip(self.g, self.moments(), strict=True):
+        moments = self.moments()
+        for g, m in zip(self.g, moments, strict=True):
             self.only(g, m, out=g)
-        torch._foreach_lerp_(self.moments(), self.g, weight)
-        return self.moments()
+        torch._foreach_lerp_(moments, self.g, weight)
+        return moments
 
     def _transport_matrices_(self, T: Tensor) -> None:
         """Multiply Gram matrices of covectors by (T_G, T_H) from both sides."""
@@ -211,9 +214,9 @@ def gram(x: Tensor, double: bool = False) -> Tensor:
     return x.mH @ x
 
 
-def rescaled(grams: Iterable[Tensor], sizes: Tensor) -> Tensor:
+def rescaled(grams: list[Tensor], sizes: Tensor) -> Tensor:
     """Return Gram matrices, given those of rows that were divided by sizes lest squares leave the range of float32."""
-    return wide(torch.stack(list(grams), dim=-3)) * wide(sizes).square()[:, None, None]
+    return wide(torch.stack(grams, dim=-3)) * wide(sizes).square()[:, None, None]
 
 
 def restored(
