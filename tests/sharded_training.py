@@ -13,7 +13,6 @@ from quotient_manifolds.symmetries import adapter_pairs, find_symmetric_pairs
 
 from .training import X, Y, lora, loss_of, trainable
 
-STEPS = 20
 KINDS = ("adam", "muon", "sgd")
 #: How the model is sharded and what it is, the optimiser, and the dtype.
 CASES = [
@@ -118,6 +117,11 @@ def prepared(model, optimizer):
     return model, optimizer
 
 
+def half(way):
+    """Half of the steps: of 20 for every optimiser, of 10 for other ways of sharding."""
+    return range(10 if way == "root" else 5)
+
+
 def halves(way, dtype, size):
     """In how many halves of the steps two processes train, or four.
 
@@ -136,11 +140,11 @@ def work(folder):
     ends = {}
     for way, kind, dtype in (case for case in CASES if halves(case[0], case[2], size)):
         model, optimizer = made(way, dtype, kind, size)
-        trained(model, optimizer, way, range(10), rank, size)
+        trained(model, optimizer, way, half(way), rank, size)
         saved = {"model": weights(model), "optimizer": optimizer.state_dict()}
         numbers = sum(v.numel() for s in optimizer._stacks for v in s.state.values())
         if halves(way, dtype, size) == 2:
-            trained(model, optimizer, way, range(10), rank, size)
+            trained(model, optimizer, way, half(way), rank, size)
         ends[way, kind, dtype] = weights(model), numbers
         file = f"{folder}/{way}-{kind}-{dtype}.pt"
         if size == 2:
@@ -158,7 +162,7 @@ def work(folder):
         shard(model, way, size)
         optimizer = optimizer_of(model, way, kind)
         optimizer.load_state_dict(saved["optimizer"])
-        trained(model, optimizer, way, range(10), rank, size)
+        trained(model, optimizer, way, half(way), rank, size)
         ends[way, kind, dtype, "resumed"] = weights(model), 0
     torch.save(ends, f"{folder}/{size}-{rank}.pt")
     dist.barrier()

@@ -28,7 +28,7 @@ def test_sharded_training_equals_that_of_one_process(ends, way, kind, dtype):
         model = training.network(way, dtype)
         optimizer = training.optimizer_of(model, way, kind)
         for size in like:
-            training.trained(model, optimizer, way, range(training.STEPS // 2), like=size)
+            training.trained(model, optimizer, way, training.half(way), like=size)
         return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
     bound = 1e-10 if dtype == torch.float64 else 1e-6
