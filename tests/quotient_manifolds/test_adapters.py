@@ -119,7 +119,7 @@ def test_the_merge_is_the_signed_sum_of_products(kind, tmp_path):
 
 def factors(folder):
     t = load_file(folder / "adapter_model.safetensors")
-    of = {k.rpartition(".lora_")[0] for k in t if "lora_" in k}
+    of = sorted({k.rpartition(".lora_")[0] for k in t if "lora_" in k})
     name = {layer: [k for k in t if k.startswith(f"{layer}.lora_") and "bias" not in k] for layer in of}
     return {layer: [t[k].flatten(1) for k in sorted(keys)] for layer, keys in name.items()}
 
