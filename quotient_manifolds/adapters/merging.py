@@ -243,9 +243,7 @@ def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
     """Return the mean of what is no product, over the adapters that have it."""
     shapes = {str(p.place): tuple(p.tensor(key).shape) for p, _ in own}
     if len(set(shapes.values())) != 1:
-        raise ValueError(
-            f"{key} is no product: it is averaged over adapters of weight above 0, and has shapes {shapes}"
-        )
+        raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
     total = sum(w for _, w in own)
     mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, w in own))
     dtype = reduce(torch.promote_types, [p.tensor(key).dtype for p, _ in own])
