@@ -76,9 +76,8 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     from .study.plan import as_data, of_model, places
     from .study.run import measured, versions
 
-    search, own = (
-        cls(**{f.name: chosen.pop(f.name) for f in fields(cls) if f.name in chosen}) for cls in (Search, RunOptions)
-    )
+    kinds: tuple[Any, ...] = (Search, RunOptions)
+    search, own = (cls(**{f.name: chosen.pop(f.name) for f in fields(cls) if f.name in chosen}) for cls in kinds)
     choice, passes = DataChoice(data, **chosen), {"micro_batch": own.micro_batch}
     for name in own.measure:
         checked_radii(measure_of(name), own.rho)
