@@ -591,7 +591,7 @@ def test_what_cannot_be_merged_is_named(tmp_path):
     half, head = saved(tmp_path / "half", dtype=torch.float16), saved(tmp_path / "head", modules_to_save=["head"])
     head = changed(head, tmp_path / "bad", lambda k, t: t * torch.nan if "head" in k else t)
     for more, message in (
-        ({"adapters": [one, narrow]}, r"one has experts, outputs and inputs \[\(1, 20, 12\), \(1, 20, 7\)\] in"),
+        ({"adapters": [one, narrow]}, r"one: experts, outputs and inputs are \[\(1, 20, 12\), \(1, 20, 7\)\] in"),
         ({"adapters": [one, tokens]}, "differ in trainable_token_indices"),
         ({"adapters": []}, "0 adapters need as many weights"),
         ({"weights": [1, 2]}, "1 adapters need as many weights, finite"),
