@@ -79,16 +79,6 @@ class ModelDistance:
         squares = [p.distance**2 for p in self.pairs if not math.isnan(p.distance)]
         return sum(squares) ** 0.5 if squares else math.nan
 
-    def table(self, kind: str) -> tuple[list[str], Tensor]:
-        """Return the modules and, for one kind of pair, their heads' distances (modules, heads), NaN if absent."""
-        chosen = [p for p in self.pairs if p.kind == kind]
-        modules = list(dict.fromkeys(p.module for p in chosen))
-        heads = 1 + max((p.head or 0 for p in chosen), default=-1)
-        found = torch.full((len(modules), heads), torch.nan, dtype=torch.float64, device="cpu")
-        for p in chosen:
-            found[modules.index(p.module), p.head or 0] = p.distance
-        return modules, found
-
 
 @torch.no_grad()
 def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", modulo: str = "heads") -> ModelDistance:
@@ -110,7 +100,7 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mod
     Returns
     -------
     ModelDistance
-        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map.
+        ``pairs``, of which pandas makes a table, ``total`` and ``skipped``.
 
     Raises
     ------

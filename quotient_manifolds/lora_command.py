@@ -30,21 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from . import adapters  # torch, which --help does not need
 
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always", UserWarning)
-            found = getattr(adapters, name)(**options)
+        found = getattr(adapters, name)(**options)
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         print(f"quotient-lora: {error}", file=sys.stderr)
         return 2
-    for warning in told:
-        print(f"quotient-lora: {warning.message}", file=sys.stderr)
     if found is not None:
         print(json.dumps(found, indent=1) if as_json else _table(found))
     return 0
 
 
 def command() -> int:
-    """Run the command line of a process, which removes what it began to write when it is told to end."""
+    """Run the command line of a process: warnings are a line, and it removes what it began when it is told to end."""
+    warnings.formatwarning = lambda message, *_, **__: f"quotient-lora: {message}\n"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return main()
 
@@ -64,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         own.add_argument("--out", required=True, help="folder to create")
         if name != "balance":
             own.add_argument("--rank", type=int, help="largest rank of a layer")
-            own.add_argument("--energy", type=float, help="share of the squared singular values to keep")
+            own.add_argument("--energy", type=float, default=1.0, help="share of the squared singular values to keep")
         if name == "merge":
             own.add_argument("--weights", nargs="+", type=float, help="one for each adapter (default: a mean)")
             own.add_argument("--method", choices=("sum", "ties", "dare", "inv", "mix"), default="sum", help=_METHODS)
@@ -81,7 +78,3 @@ def _table(found: dict[str, Any]) -> str:
         (a, b), (x, y) = at["rank"], at["norm"]
         lines.append(f"{name:<{width}}  {a:>4} {b:>4} {x:>10.4g} {y:>10.4g} {at['distance']:.2e}")
     return "\n".join(lines + [f"differs: {name}, {a} and {b}" for name, (a, b) in found["differs"].items()])
-
-
-if __name__ == "__main__":
-    sys.exit(command())

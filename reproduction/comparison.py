@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharpness.study import targets
-from sharpness.study.rows import Row, label
+from sharpness.study.rows import Row
 
 from .statistics import Correlation, kendall, kendall_family
 
@@ -30,6 +30,11 @@ BASELINES = {"train_loss": "fit", "train_error": "fit"} | dict.fromkeys(
     ("weight_norm", "log_spectral", "distance", "geodesic_distance", "relative_flatness", "margin", "fisher_trace",
      "critical_sharpness", "alpha"), "baselines"
 )  # fmt: skip
+
+
+def label(measure: str, ablation: Mapping[str, Any]) -> str:
+    """Return the name of a measure with its changed fields."""
+    return ", ".join([measure, *(f"{k} = {v}" for k, v in ablation.items())])
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def curves(rows: Sequence[Row]) -> list[Curves]:
     tables: dict[tuple[str, str], dict[str, dict[float, float]]] = {}
     for row in rows:
         if row["kind"] == "sharpness" and row["rho"] > 0:
-            table = tables.setdefault((row["measure"], json.dumps(row["ablation"], sort_keys=True)), {})
+            table = tables.setdefault((row["measure"], json.dumps(row.get("ablation", {}), sort_keys=True)), {})
             table.setdefault(row["checkpoint"], {})[row["rho"]] = row["sharpness"]
     found = []
     for (measure, ablation), table in tables.items():
@@ -197,7 +202,7 @@ def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]
     local: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["kind"] == "sharpness" and row["rho"] == 0:
-            name = label(row["measure"], row["ablation"])
+            name = label(row["measure"], row.get("ablation", {}))
             local.setdefault(name, {})[row["checkpoint"]] = row["sharpness"]
             if row.get("trace") is not None:
                 local.setdefault(f"{name}, trace", {})[row["checkpoint"]] = row["trace"]

@@ -226,12 +226,13 @@ def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = N
     >>> drawn = plot_distances(model_distance(one, other))
     """
     kinds = list(dict.fromkeys(p.kind for p in found.pairs))
-    maps = [found.table(kind) for kind in kinds]
-    height = 1.6 + 0.35 * max((len(modules) for modules, _ in maps), default=1)
+    maps = [pd.DataFrame([p for p in found.pairs if p.kind == kind]).fillna({"head": 0}) for kind in kinds]
+    maps = [frame.pivot_table("distance", "module", "head", sort=False, dropna=False) for frame in maps]
+    height = 1.6 + 0.35 * max(map(len, maps), default=1)
     with figure(path, (4.6 * max(len(kinds), 1), height), columns=max(len(kinds), 1)) as (drawn, (row,)):
-        for axes, kind, (modules, table) in zip(row, kinds, maps, strict=True):
-            image = axes.imshow(table.numpy(), cmap="viridis", aspect="auto", vmin=0)
-            axes.set_yticks(range(len(modules)), modules)
+        for axes, kind, table in zip(row, kinds, maps, strict=True):
+            image = axes.imshow(table, cmap="viridis", aspect="auto", vmin=0)
+            axes.set_yticks(range(len(table)), table.index)
             axes.set_xticks(range(table.shape[1]))
             axes.set(xlabel="head", title=f"{kind}: distance ({found.metric})")
             drawn.colorbar(image, ax=axes)

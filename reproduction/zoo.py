@@ -113,7 +113,7 @@ def build(
     )  # fmt: skip
     failed: list[Row] = []
     base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial", "baselines")}
-    base |= {"measures": [], "ablations": [], "device": device}
+    base |= {"measures": [], "device": device}
     for name, source in (("results", test.source), ("shift", shift)):
         path = config.with_name(f"{name}.json")
         own = base | {"test": base["test"] | {"source": os.path.abspath(source)}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
-from .errors import words_of
 from .measures import ElementwiseBlock, Measure, PairBlock
 from .points import PointBlock, WeightBlock, check_points
 
@@ -36,11 +34,10 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain(name): p for name, p in model.named_parameters()}
 
 
-def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) -> dict[str, nn.Parameter]:
+def trainable(model: nn.Module, *, whole: bool = True) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name, after a check of their devices, dtypes and entries.
 
-    ``only`` is a regular expression; names without a match are left out. Unless they must be whole, parameters may be
-    sharded by FSDP2.
+    Unless they must be whole, parameters may be sharded by FSDP2.
     """
     check_model(model)
     found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
@@ -49,13 +46,6 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
-    try:
-        pattern = re.compile(only or "")
-    except (re.error, TypeError) as error:
-        raise ValueError(f"only={only!r} is not a regular expression: {words_of(error)}") from error
-    found = {name: p for name, p in found.items() if pattern.search(name)}
-    if not found:
-        raise ValueError(f"only={only!r} matches no trainable parameter's name")
     for name, p in model.named_parameters():
         if is_sharded(p) and (whole or not hasattr(p, "placements")):
             raise ValueError(

@@ -79,7 +79,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     search, own = (
         cls(**{f.name: chosen.pop(f.name) for f in fields(cls) if f.name in chosen}) for cls in (Search, RunOptions)
     )
-    choice, passes = DataChoice(data, **chosen), {k: getattr(own, k) for k in ("micro_batch", "normalize_logits")}
+    choice, passes = DataChoice(data, **chosen), {"micro_batch": own.micro_batch}
     for name in own.measure:
         checked_radii(measure_of(name), own.rho)
     for path in filter(None, (own.out, own.report)):
@@ -105,7 +105,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
             written["model"] = {"name": model, "checkpoint": own.checkpoint, "digest": digest}
         for name in own.measure:
             with naming(f"{model} on {data}"):
-                shown: dict[str, Any] = {"ablation": {}, "rho": own.rho, "progress": leader and not own.quiet}
+                shown: dict[str, Any] = {"rho": own.rho, "progress": leader and not own.quiet}
                 results.append(result := measured(name, network, batches, group=group, **how, **shown))
             if leader:
                 guessing = guessing or losses.loss_of_guessing(network, batches[0], own.micro_batch)

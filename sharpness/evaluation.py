@@ -41,9 +41,8 @@ _HALVINGS = 12
 def evaluate(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None, statistic: str = "worst",
-    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, normalize_logits: bool = False,
-    micro_batch: int | None = None, keep_directions: bool | None = None, progress: bool = True,
-    group: ProcessGroup | None = None, **search: Any,
+    pairs: Sequence[SymmetricPair] | None = None, micro_batch: int | None = None, keep_directions: bool | None = None,
+    progress: bool = True, group: ProcessGroup | None = None, **search: Any,
 ) -> SharpnessResult:  # fmt: skip
     r"""Measure the sharpness of a model: how far the loss rises within a ball around its weights.
 
@@ -69,10 +68,6 @@ def evaluate(
     pairs : sequence of SymmetricPair, optional
         The pairs that are divided out, by default ``find_symmetric_pairs(model)``, with the first batch if there is
         attention of an unknown class, which outside of given pairs is a warning and a remark.
-    only : str, optional
-        A regular expression: parameters whose names do not match it, and pairs with such, are not moved.
-    normalize_logits : bool
-        See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
         Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
     keep_directions : bool, optional
@@ -110,12 +105,11 @@ def evaluate(
     >>> 0 < float(result[0.1]) < float(result[0.5])
     True
     """
-    objective = Objective(loss_fn, normalize_logits, micro_batch)
+    objective = Objective(loss_fn, micro_batch)
     measure, radii, options = _checked(get_measure(measure), rho, statistic, search)
     return _evaluate(
-        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs=pairs,
-        only=only,
-    )  # fmt: skip
+        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs
+    )
 
 
 def gradient_norm(
@@ -174,7 +168,8 @@ def hessian(
 
 def _evaluate(
     model: nn.Module, batches: Iterable[Any], measure: Measure, radii: tuple[float, ...], statistic: str,
-    search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None, **which: Any,
+    search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None,
+    pairs: Sequence[SymmetricPair] | None,
 ) -> SharpnessResult:  # fmt: skip
     """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
     sharded = is_sharded_model(model)
@@ -194,7 +189,7 @@ def _evaluate(
         state,
         state,
         progress_bar(total or None, measure.name, "step", progress=progress) as bar,
-        attached_space(model, batches, measure, objective, **which) as (space, numbered),
+        attached_space(model, batches, measure, objective, pairs) as (space, numbered),
     ):
         for index, batch in numbered:
             if not world.owns(index):

@@ -19,7 +19,7 @@ from quotient_manifolds.symmetries.modules import default_forward, plain_class, 
 
 from .errors import naming
 
-__all__ = ["LossFunction", "normalized_logits"]
+__all__ = ["LossFunction"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -36,38 +36,7 @@ class Outcome(NamedTuple):
     classes: int = 0
 
 
-def normalized_logits(scores: Tensor) -> Tensor:
-    r"""Divide every example's logits by their standard deviation over the K classes.
-
-    .. math:: \tilde f = f \Big/ \sqrt{\tfrac1K \sum_k (f_k - \bar f)^2}
-
-    Networks that differ only in confidence then have the same loss.
-
-    Parameters
-    ----------
-    scores : Tensor
-        (examples, K), the logits f.
-
-    Returns
-    -------
-    Tensor
-        (examples, K), with the dtype and device of the scores; not finite if all logits of an example are equal.
-
-    Notes
-    -----
-    Andriushchenko, Croce, Müller, Hein, Flammarion 2023; their code leaves out 1/K, so its logits are √K times smaller.
-
-    Examples
-    --------
-    >>> import torch
-    >>> scores = torch.tensor([[1.0, 2.0, 6.0]])
-    >>> torch.allclose(normalized_logits(10 * scores), normalized_logits(scores))
-    True
-    """
-    return scores / scores.std(dim=1, correction=0, keepdim=True)
-
-
-def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -> Outcome:
+def default_loss(model: nn.Module, batch: Any) -> Outcome:
     """Run a model and return its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
 
     A batch is a mapping, inputs and labels of a transformers model by name, or a pair (x, y), with labels as
@@ -104,17 +73,13 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
         )
     classification = isinstance(scores, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point()
     classification = classification and (scores.dim(), labels.dim()) == (2, 1) and scores.shape[1] >= 2
-    if normalize_logits and not classification:
-        raise ValueError(
-            "normalize_logits needs one label and one row of scores per example, as in classification; leave it out"
-        )
     if classification and scores.dtype != (wide := at_least_float32(scores.dtype)):
         scores, rough = scores.to(wide), None if loss is None else float(loss.detach())
         exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
-    if normalize_logits or not by_name:
+    if not by_name:
         with naming(f"the labels do not fit the scores of {name}"):
-            loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
+            loss = F.cross_entropy(scores, labels)
     if not classification:
         return Outcome(loss)
     counted = labels != IGNORED
@@ -151,7 +116,6 @@ class Objective:
     """
 
     loss_fn: LossFunction | None = None
-    normalize_logits: bool = False
     micro_batch: int | None = None
 
     def __post_init__(self) -> None:
@@ -160,8 +124,6 @@ class Objective:
                 f"loss_fn is called as loss_fn(model, batch), so {type(self.loss_fn).__name__} cannot be one; write "
                 "lambda model, batch: criterion(model(batch[0]), batch[1])"
             )
-        if self.normalize_logits and self.loss_fn is not None:
-            raise ValueError("normalize_logits applies to the default loss; normalise the logits inside loss_fn")
         if self.micro_batch is not None:
             object.__setattr__(self, "micro_batch", as_count("micro_batch", self.micro_batch))
 
@@ -172,7 +134,7 @@ class Objective:
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Run the model on a batch, or on a piece of one."""
         if self.loss_fn is None:
-            outcome = default_loss(model, batch, self.normalize_logits)
+            outcome = default_loss(model, batch)
         else:
             outcome = Outcome(self.loss_fn(model, batch))
             if not isinstance(outcome.loss, Tensor):

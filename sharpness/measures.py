@@ -172,12 +172,12 @@ def get_measure(measure: str | Measure, **changes: Any) -> Measure:
     return replace(measure, **changes)
 
 
-def measure_of(name: str, **changes: Any) -> Measure:
-    """Return the measure with a name in MEASURES or LOCAL, with some fields changed."""
+def measure_of(name: str) -> Measure:
+    """Return the measure with a name in MEASURES or LOCAL."""
     if name not in MEASURES and name not in LOCAL:
         close = "".join(f" (did you mean {other}?)" for other in get_close_matches(name, [*MEASURES, *LOCAL], 1))
         raise ValueError(f"unknown measure {name!r}{close}; choose one of {', '.join([*MEASURES, *LOCAL])}")
-    return get_measure(LOCAL[name][0] if name in LOCAL else name, **changes)
+    return get_measure(LOCAL[name][0] if name in LOCAL else name)
 
 
 def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:

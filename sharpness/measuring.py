@@ -192,21 +192,21 @@ def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[f
 
 @contextmanager
 def attached_space(
-    model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective, *,
-    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None,
+    model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
+    pairs: Sequence[SymmetricPair] | None = None,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
         raise ValueError(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
-    make = partial(ShardedSpace if is_sharded_model(model) else WeightSpace, model, only=only)
+    make = partial(ShardedSpace if is_sharded_model(model) else WeightSpace, model)
     with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         first = next(stream, stream)
         if first is stream:
             raise ValueError("batches is empty; pass at least one batch")
-        first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
+        first = to_device(first, next(iter(trainable(model, whole=False).values())).device)
         remarks: list[str] = []
         loss, pairs = _check_first(model, objective, first, measure, pairs, remarks)
         if measure.form == "own":

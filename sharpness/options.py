@@ -97,8 +97,6 @@ class RunOptions:
         Pass so many examples at a time, to save memory.
     device
         cpu or cuda.
-    normalize_logits
-        Divide every example's logits by their standard deviation over the classes.
     verbose
         Print also how it was measured.
     quiet
@@ -117,7 +115,6 @@ class RunOptions:
     checkpoint: str | None = None
     micro_batch: int | None = None
     device: str = "cpu"
-    normalize_logits: bool = False
     verbose: bool = False
     quiet: bool = False
 

@@ -109,7 +109,7 @@ def plot_profile(
     points : int
         Number of values of t, at least 2.
     **options
-        ``loss_fn``, ``micro_batch`` and ``normalize_logits``, as passed to ``evaluate``.
+        ``loss_fn`` and ``micro_batch``, as passed to ``evaluate``.
 
     Returns
     -------
@@ -208,7 +208,7 @@ def write_report(
     facts : mapping, optional
         What else is to stand there, as JSON: settings, versions, digests.
     **options
-        ``loss_fn``, ``micro_batch`` and ``normalize_logits``, as passed to ``evaluate``.
+        ``loss_fn`` and ``micro_batch``, as passed to ``evaluate``.
 
     Examples
     --------

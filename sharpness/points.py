@@ -29,7 +29,7 @@ def check_points(measure: Measure, parameters: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"parameter {name!r} is a point of the manifold {p.manifold}, which the measure {measure.name!r} would "
                 "move off it as flat weights; use 'geodesic-inv' or 'geodesic-mix', which measure points on their "
-                "manifolds, leave it out by only=, or freeze it with requires_grad_(False)"
+                "manifolds, or freeze it with requires_grad_(False)"
             )
 
 
@@ -105,7 +105,7 @@ class PointBlock:
             raise ValueError(
                 f"parameter {self.name!r} has {points} points of {size} numbers on {self.manifold}, whose metric is no "
                 f"multiple of the Euclidean one, so that coordinates take {points} · {size}² numbers, more than "
-                f"{_LARGEST}; leave it out by only=, split it, or freeze it with requires_grad_(False)"
+                f"{_LARGEST}; split it, or freeze it with requires_grad_(False)"
             )
         basis = torch.eye(size, dtype=drawn.dtype, device=drawn.device)
         P = self._proju(basis.unsqueeze(1).expand(size, points, size))

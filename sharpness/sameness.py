@@ -137,10 +137,8 @@ def _difference(a: nn.Module, b: nn.Module, inputs: Any, others: Any) -> float:
         return math.nan
     if isinstance(inputs, dict):
         words, drawn = min(getattr(m.config, "vocab_size", 2) for m in (a, b)), torch.Generator().manual_seed(0)
-        inputs = {
-            k: torch.randint(words, x.shape, generator=drawn) if k.endswith("input_ids") else x
-            for k, x in inputs.items()
-        }
+        tokens = [k for k in inputs if k.endswith("input_ids")]
+        inputs |= {k: torch.randint(words, inputs[k].shape, generator=drawn) for k in tokens}
     x, y = ([t for t in floats(default_forward(m, inputs)) if t.dim()][:1] for m in (a, b))
     comparable = [t.shape for t in x] == [t.shape for t in y] and all(bool(t.isfinite().all()) for t in x)
     return change(x, y) if comparable else math.nan

@@ -183,13 +183,13 @@ class ShardedSpace(WeightSpace):
 
     Parameters
     ----------
-    model, measure, pairs, classes, only
+    model, measure, pairs, classes
         As for :class:`WeightSpace`.
     """
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None,
+        classes: bool = False,
     ) -> None:  # fmt: skip
         if measure.pair_block is not None:
             raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
@@ -201,15 +201,15 @@ class ShardedSpace(WeightSpace):
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
         of_twin = None if pairs is None else in_copy(pairs, model, shards.twin)
-        super().__init__(shards.twin, measure, of_twin, classes=classes, only=only)
+        super().__init__(shards.twin, measure, of_twin, classes=classes)
         self.model, self.world, self.given, self.pairs = model, shards.world, pairs, self._all_pairs
 
-    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
+    def _build(self, pairs: Sequence[SymmetricPair] | None) -> list[WeightBlock]:
         shards, form, state = self._shards, None, ShardedState(self._shards)
         if self.measure.form == "canonical":
             self.form = form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
         found, constant, lengths = divide(
-            self.model, self.measure, pairs, self.parameters, form=form, only_some=only_some,
+            self.model, self.measure, pairs, self.parameters, form=form,
             read=lambda p: state.of(p).to(p.device, p.dtype),
         )  # fmt: skip
         self._all_pairs = tuple(p for s in found for p in s.pairs)

@@ -78,8 +78,6 @@ class WeightSpace:
         The symmetric pairs; by default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
     classes : bool
         For measures at the canonical form: the loss uses the logits only through a softmax.
-    only : str, optional
-        A regular expression. Parameters whose names do not match it are not moved.
 
     Attributes
     ----------
@@ -130,14 +128,14 @@ class WeightSpace:
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None,
+        classes: bool = False,
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
         self.world = World()
         self._home = model  # whose parameters move: a sharded model has a twin for that
-        self.parameters: dict[str, Tensor] = dict(trainable(model, only))
+        self.parameters: dict[str, Tensor] = dict(trainable(model))
         moving = list(self.parameters.values())
         self.device = moving[0].device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
@@ -149,7 +147,7 @@ class WeightSpace:
             for p in model.parameters()
         )
         self.form: CanonicalForm | None = None
-        self._in_order = self._build(pairs, only_some=bool(only))
+        self._in_order = self._build(pairs)
         self._base: dict[Tensor, Tensor] = {} if self.form is None else self.form.values
         self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
         self._sizes = [b.dim for b in self.blocks]
@@ -163,12 +161,12 @@ class WeightSpace:
         self._at: Tensor | None = None
         self.remarks: list[str] = []
 
-    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[WeightBlock]:
+    def _build(self, pairs: Sequence[SymmetricPair] | None) -> list[WeightBlock]:
         """Return the blocks at the base point, the model's own or its canonical form."""
         if self.measure.form == "canonical":
             self.form = canonical_form(self.model, classes=self.classes, pairs=pairs)
         with pointing_to(self.model, {} if self.form is None else self.form.values):
-            found = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
+            found = divide(self.model, self.measure, pairs, self.parameters, form=self.form)
             return build_blocks(self.measure, self.parameters, self.dtype, *found)
 
     def empty(self) -> Tensor:
@@ -274,7 +272,7 @@ class WeightSpace:
         if not total:
             raise ValueError(
                 "the loss depends on none of the weights that are measured, which get no gradient; check loss_fn, "
-                "only=, requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
+                "requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
             )
         return total
 

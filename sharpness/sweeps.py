@@ -28,8 +28,8 @@ def sweep(
 
     Measure many checkpoints under several measures and radii: folders of transformers or
     files of weights, with the options below, or what a JSON file says, which may have
-    ablations and more (docs/howto/scale.md). Every model and all data are looked at
-    before the first measurement. A sweep may be interrupted; the same command resumes it
+    more (docs/howto/scale.md). Every model and all data are looked at before the first
+    measurement. A sweep may be interrupted; the same command resumes it
     from the folder OUT. The exit code is 1 if a checkpoint failed.
 
     in a shell:

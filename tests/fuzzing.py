@@ -81,10 +81,9 @@ SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
          "data": {"source": "xy.pt", "batch_size": 4, "subset_seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
          "rho": {"adaptive": [0.1, 0.3]},
-         "ablations": [{}, {"elementwise": "vector", "measures": ["adaptive"]}], "baselines": "mine:norms",
+         "baselines": "mine:norms",
          "initial": "collection/net0.pt",
          "steps": 2, "relative_tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
-         "normalize_logits": False,
          "device": "cpu"}
 #: Of config.json; sizes may become 10¹³, which is refused at once, but the number of layers not.
 CONFIG = {"architectures": [["BertModel"], ["ViTModel"], ["Nope"], [], ["PreTrainedModel"], "BertModel", [3],
@@ -580,12 +579,12 @@ def calls(rng, world):
     measuring = {**inputs, "loss_fn": None, "measure": "geodesic-inv", "rho": 0.1, "steps": 2, "relative_tol": 1e-3,
                  "ascent": "power", "restarts": 0,
                  "num_samples": 2, "seed": 0, "statistic": "worst",
-                 "normalize_logits": False, "micro_batch": None, "pairs": None,
+                 "micro_batch": None, "pairs": None,
                  "keep_directions": None, "group": None}
     targets = [(sharpness.evaluate, measuring)] * 12 + [(optim.QuotientAdam, {**adam, "betas": (0.9, 0.99),
                                                                               "eps": 1e-8})] * 3 + [
         (plots.plot_profile, {"model": model, "batch": batch, "direction": measured.direction(0), "loss_fn": None,
-                              "points": 3, "micro_batch": None, "normalize_logits": False}),
+                              "points": 3, "micro_batch": None}),
         (measured.__getitem__, {"rho": 0.1}), (measured.direction, {"batch_index": 0}),
         (sharpness.hessian, {**inputs, "loss_fn": None, "measure": "adaptive", "num_matvecs": 3, "seed": 0,
                              "micro_batch": None, "group": None}),

@@ -1,7 +1,9 @@
 """Small networks with attention, with weights and biases away from zero."""
 
+import contextlib
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -15,6 +17,17 @@ def shake(model, size=0.2, seed=0):
         for p in model.parameters():
             p.add_(size * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype))
     return model.eval()
+
+
+@contextlib.contextmanager
+def training(model, pattern):
+    """Freeze the parameters whose names do not match."""
+    before = [(p, p.requires_grad) for p in model.parameters()]
+    for name, p in model.named_parameters():
+        p.requires_grad_(bool(re.search(pattern, name)))
+    yield model
+    for p, trained in before:
+        p.requires_grad_(trained)
 
 
 def vit(layers=2, hidden=16, heads=2, **options):

@@ -97,7 +97,7 @@ def results(which, model, batches):
     exact = sharpness.get_measure("geodesic-mix", geodesic="exact")
     worst = sharpness.evaluate(model, batches, measure=exact, rho=0.02, steps=2, micro_batch=2, progress=False)
     found["exact"] = worst.batches[0].history
-    started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, only="layer", progress=False)
+    started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, progress=False)
     found["apgd"] = [b.history for b in started.batches]
     return found
 

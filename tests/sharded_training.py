@@ -1,18 +1,24 @@
 """What processes of this machine do with optimisers of models that FSDP2 shards over them."""
 
 import accelerate
+import bitsandbytes
+import peft
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from quotient_manifolds.optim import QuotientSGD, create_quotient_lora_optimizer, create_quotient_optimizer
+from quotient_manifolds.optim.sharded import full
 from quotient_manifolds.symmetries import adapter_pairs, find_symmetric_pairs
 
 from .training import X, Y, lora, loss_of, trainable
 
+STEPS = 20
 KINDS = ("adam", "muon", "sgd")
 #: How the model is sharded and what it is, the optimiser, and the dtype.
 CASES = [
@@ -20,6 +26,7 @@ CASES = [
     *((way, "adam", torch.float64) for way in ("each", "hybrid", "swapped", "attention")),
     ("each", "muon", torch.float32), ("attention", "muon", torch.float64), ("attention", "sgd", torch.float32),
     ("absent", "adam", torch.float64), ("absent hybrid", "muon", torch.float64), ("mixed", "adam", torch.float32),
+    ("part", "adam", torch.float64), ("autocast", "adam", torch.float32), ("4 bit", "muon", torch.float32),
 ]  # fmt: skip
 
 
@@ -28,11 +35,22 @@ def network(way, dtype):
     if way == "attention":
         torch.manual_seed(0)
         return nn.TransformerEncoderLayer(12, 3, 7, dropout=0.0, batch_first=True).to(dtype)
+    if way in ("part", "4 bit"):
+        return of_one_shape(way, dtype)
     model = lora(full_rank=False, dtype=dtype, targets=("0",), modules_to_save=["2"])
     if way == "mixed":
         for p in (p for p in model.parameters() if not p.requires_grad):
             p.data = p.data.to(torch.bfloat16).to(dtype)
     return model
+
+
+def of_one_shape(way, dtype):
+    """Two adapters of one shape, on a base of four bits a weight or as it is."""
+    torch.manual_seed(0)
+    layer = bitsandbytes.nn.Linear4bit if way == "4 bit" else nn.Linear
+    net = nn.Sequential(layer(12, 12), nn.Tanh(), layer(12, 12)).to(dtype).to("cpu")
+    net.is_loaded_in_4bit = way == "4 bit"
+    return peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "2"])).to(dtype)
 
 
 def optimizer_of(model, way, kind):
@@ -48,18 +66,20 @@ def optimizer_of(model, way, kind):
 
 
 def loss(model, way, x, y):
-    if way == "mixed":  # whose first parameter is of the base
-        return (model(x.float()) - y.float()).square().mean()
-    if way != "attention":
-        return loss_of(model, x, y)
-    p = next(model.parameters())
-    return (model(x.to(p.dtype).unsqueeze(1)).squeeze(1)[:, :9] - y.to(p.dtype)).square().mean()
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    x, y = x.to(dtype), y.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        found = model(x.unsqueeze(1)).squeeze(1) if way == "attention" else model(x)
+    return (found[:, :9] - y).square().mean()
 
 
 def trained(model, optimizer, way, steps, rank=0, size=1, like=1):
     """Train on this process's examples, in two passes a step; one process may leave out what one of several does."""
+    if way in ("part", "autocast", "4 bit"):  # all processes have all examples
+        rank, size = 0, 1
     x, y = (t.chunk(size)[rank].chunk(2) for t in (X, Y))
     optimizer.certify = "absent" not in way  # 0 is not the gradient at these weights
+    frozen = [(p, full(p).clone()) for p in model.parameters() if not p.requires_grad]
     for i in steps:
         optimizer.zero_grad()
         for half in range(2):
@@ -67,6 +87,7 @@ def trained(model, optimizer, way, steps, rank=0, size=1, like=1):
         if "absent" in way and i % 2:
             leave_out(model, rank, size, like // 2 if "hybrid" in way else like)
         optimizer.step()
+    assert all(torch.equal(full(p), before) for p, before in frozen)
 
 
 def leave_out(model, rank, size, parts):
@@ -84,6 +105,11 @@ def shard(model, way, size):
         for p in (p for p in model.parameters() if not p.requires_grad):
             p.data = p.data.to(torch.bfloat16)
         return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    if way in ("part", "4 bit"):  # the base is not sharded, and of the adapters both or one
+        factors = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+        for m in factors[: 2 if way == "part" else 4]:
+            fully_shard(m)
+        return model
     if way == "each":
         for m in model.modules():
             if not list(m.children()) and list(m.parameters()):
@@ -93,7 +119,7 @@ def shard(model, way, size):
 
 def weights(model):
     with torch.no_grad():
-        return {name: p.full_tensor().clone() for name, p in model.named_parameters() if p.requires_grad}
+        return {name: full(p).clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def made(way, dtype, kind, size):
@@ -117,9 +143,33 @@ def prepared(model, optimizer):
     return model, optimizer
 
 
-def half(way):
-    """Half of the steps: of 20 for every optimiser, of 10 for other ways of sharding."""
-    return range(10 if way == "root" else 5)
+class Training(transformers.Trainer):
+    """As a user has to write it, for a Trainer takes no optimiser under FSDP."""
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer = create_quotient_lora_optimizer(self.model, lr=1e-2, max_grad_norm=0.3)
+        return self.optimizer
+
+    def compute_loss(self, model, inputs, **_):
+        return loss_of(model, inputs["x"], inputs["y"])
+
+
+def trained_by_trainer(folder, size):
+    """Train on all examples in every step, whichever process has which; return what was trained, and all weights."""
+    sharding = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}} if size > 1 else {}
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, use_cpu=True, max_steps=10, per_device_train_batch_size=len(X) // size, max_grad_norm=0,
+        lr_scheduler_type="constant", report_to=[], save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+        **sharding,
+    )  # fmt: skip
+    if size > 1:  # accelerate shards over several devices of one kind, of which processors are none (AcceleratorState)
+        accelerate.PartialState._shared_state["distributed_type"] = accelerate.DistributedType.MULTI_GPU
+    examples = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+    training = Training(network("root", torch.float64), arguments, train_dataset=examples)
+    training.train()
+    assert size == 1 or all(isinstance(p, DTensor) for p in training.model.parameters())
+    return training.model
 
 
 def halves(way, dtype, size):
@@ -140,11 +190,11 @@ def work(folder):
     ends = {}
     for way, kind, dtype in (case for case in CASES if halves(case[0], case[2], size)):
         model, optimizer = made(way, dtype, kind, size)
-        trained(model, optimizer, way, half(way), rank, size)
+        trained(model, optimizer, way, range(10), rank, size)
         saved = {"model": weights(model), "optimizer": optimizer.state_dict()}
         numbers = sum(v.numel() for s in optimizer._stacks for v in s.state.values())
         if halves(way, dtype, size) == 2:
-            trained(model, optimizer, way, half(way), rank, size)
+            trained(model, optimizer, way, range(10), rank, size)
         ends[way, kind, dtype] = weights(model), numbers
         file = f"{folder}/{way}-{kind}-{dtype}.pt"
         if size == 2:
@@ -162,8 +212,9 @@ def work(folder):
         shard(model, way, size)
         optimizer = optimizer_of(model, way, kind)
         optimizer.load_state_dict(saved["optimizer"])
-        trained(model, optimizer, way, half(way), rank, size)
+        trained(model, optimizer, way, range(10), rank, size)
         ends[way, kind, dtype, "resumed"] = weights(model), 0
+    ends["trainer"] = weights(trained_by_trainer(folder, size))
     torch.save(ends, f"{folder}/{size}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -20,10 +20,10 @@ def study(models=12, seed=0):
         for measure, unit, radii in (("adaptive", 1.0, (0.05, 0.5, 5.0)), ("geodesic-inv", 10.0, (0.01, 0.1, 1.0))):
             rows += [
                 {
-                    "checkpoint": name, "kind": "sharpness", "measure": measure, "ablation": ablation, "rho": rho,
+                    "checkpoint": name, "kind": "sharpness", "measure": f"{measure}{what}", "rho": rho,
                     "sharpness": gap * (unit * rho) ** power * factor, "passes": 7, "unconverged": 0,
                 }
-                for ablation, factor in (({}, 1.0), ({"statistic": "average"}, 0.5))
+                for what, factor in (("", 1.0), (", statistic = average", 0.5))
                 for rho in radii
             ]  # fmt: skip
     return rows

@@ -84,7 +84,7 @@ def shell(body, run):
             assert run(words[5:]) == 0, line  # by one process, since test_distributed.py has two
         elif words[:2] == ["python", "examples/lora_rank.py"]:
             example = runpy.run_path(str(ROOT / words[1]))
-            example["main"]([*words[2:], "--steps", "3"])  # of 120 for each of eight adapters
+            example["main"]([*words[2:], "--steps", "3"])  # of 60 for each of four adapters
         elif words[0] == "make":
             subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], check=True, capture_output=True)
         elif words[:3] == ["python3", "-m", "venv"]:

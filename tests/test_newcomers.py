@@ -79,7 +79,9 @@ def test_losses_at_two_ranks_are_those_that_were_recorded():
     rows = json.loads((ROOT / "benchmarks" / "results" / "lora_rank.json").read_text())["rows"]
     for name in ("AdamW", "QuotientAdam"):
         shown = [float(v) for v in re.search(rf"^{name} +(\d.*)$", TEXT, re.MULTILINE)[1].split()]
-        assert shown == [row["loss"] for row in rows if row["optimiser"] == name]
+        assert shown == [row["loss"] for row in rows if row["optimiser"] == name and row["seed"] == 0]
+        large = [f"{row['loss']:.2f}" for row in rows if row["optimiser"] == name and row["rank"] == 64]
+        assert f"{', '.join(large[:-1])} and {large[-1]}" in TEXT
 
 
 def test_the_user_of_peft_merges_adapters(follow, own):
@@ -147,6 +149,13 @@ def test_readme_is_short():
     assert len(numbers_of(TEXT)) <= 30
     assert words_of("a [b c](d e) ![f](g)\n```\nh\n```\n| i | 1 |") == ["a", "b", "c", "f", "i", "1"]
     assert numbers_of("3.10, 1,797, rank 4 of fp4 ```") == ["3.10", "1,797", "4"]
+
+
+def test_links_within_readme_lead_to_its_sections():
+    known = {title.lower().replace(",", "").replace(" ", "-") for title in re.findall(r"^## (.*)$", TEXT, re.MULTILINE)}
+    named = re.findall(r"\]\(#([^)]*)\)", TEXT)
+    assert len(named) > 3
+    assert set(named) <= known
 
 
 def test_badges_are_true():

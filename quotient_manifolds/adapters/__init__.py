@@ -1,4 +1,4 @@
-"""Adapters as files: merge, resize, balance and compare LoRA folders of peft, without the model and without peft."""
+"""Adapters as files: merge, resize, balance and compare LoRA folders of peft, without the model."""
 
 from .merging import balance, compare, merge, resize
 

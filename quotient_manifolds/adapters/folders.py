@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 try:
@@ -32,6 +35,8 @@ _FACTOR = re.compile(r"(.+)[._]lora[._](?:embedding_)?(A|B|down|up)(?:\.weight)?
 _NO_PRODUCTS = ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 #: Initialisations that replace the weights of the model, beginnings of their names.
 _REPLACING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+#: Options in which adapters that are merged have to agree.
+_COMMON = ("target_parameters", "trainable_token_indices", "alora_invocation_tokens", "layer_replication")
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,10 @@ class Adapter:
     others: tuple[str, ...]
 
     @property
-    def names(self) -> str:
-        """What tells formats apart: how the factors are called, or that there is a config."""
-        return CONFIG if self.config else next(iter(self.layers.values()))["A"].rpartition("lora")[2]
+    def common(self) -> dict[str, Any]:
+        """What has to be the same in adapters that are merged: options, and how factors are called."""
+        names = CONFIG if self.config else next(iter(self.layers.values()))["A"].rpartition("lora")[2]
+        return {**{option: self.config.get(option) or None for option in _COMMON}, "the format of their names": names}
 
     def tensor(self, key: str) -> Tensor:
         """Read one tensor. The file is closed again, so that what was read does not stay in memory."""
@@ -79,47 +85,42 @@ class Adapter:
             return next((v for p, v in patterns if re.match(rf"(.*\.)?({p})$", name)), default)
 
         names = parameters(layer, self.config) or [module_of(layer)]
-        found = {(look_up(name, "rank", "r"), look_up(name, "alpha", "lora_alpha")) for name in names}
-        if len(found) > 1:
-            raise ValueError(f"{self.place}: parameters of {layer} differ in rank or alpha, which cannot be told apart")
-        [(r, alpha)] = found
+        (r, alpha), *more = {(look_up(name, "rank", "r"), look_up(name, "alpha", "lora_alpha")) for name in names}
+        if more or not (isinstance(r, int) and r > 0 and isinstance(alpha, int | float)):
+            raise ValueError(f"{self.place}: {layer} needs one rank above 0 and one alpha, got {[(r, alpha), *more]}")
         return r, alpha / (r**0.5 if self.config.get("use_rslora") else r)
 
     def factors(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Read B and Aᵀ in float64, (experts, out, r) and (experts, in, r); most layers have one expert."""
+        """Read s B and Aᵀ in float64, (experts, out, r) and (experts, in, r); most layers have one expert."""
         A, B = (self.tensor(self.layers[layer][f]) for f in "AB")
-        r, rows = self.rank_and_scale(layer)[0], len(A)
-        if A.dim() < 2 or B.dim() < 2 or rows != B.shape[1]:
-            raise ValueError(
-                f"{self.place}: the factors of {layer}, {tuple(A.shape)} and {tuple(B.shape)}, share no rank"
-            )
-        if rows != r and (rows % r or not parameters(layer, self.config)):
-            raise ValueError(f"{self.place}: {layer} has rank {rows}, but {CONFIG} says {r}")
-        if not bool(A.isfinite().all() and B.isfinite().all()):
+        (r, scale), rows = self.rank_and_scale(layer), len(A)
+        fits = rows == r or (rows % r == 0 and parameters(layer, self.config))
+        if A.dim() < 2 or B.dim() < 2 or rows != B.shape[1] or not fits:
+            raise ValueError(f"{self.place}: {layer} has factors {[*A.shape]} and {[*B.shape]}, not of rank {r}")
+        G, H = scale * in_double(B).reshape(len(B), r, -1), in_double(A).reshape(-1, r, A[0].numel())
+        if not bool(G.isfinite().all() and H.isfinite().all()):
             raise ValueError(f"{self.place}: the factors of {layer} have NaN or infinite entries")
-        G = in_double(B).reshape(B.shape[0], r, -1).permute(2, 0, 1)
-        return G, in_double(A).reshape(-1, r, A[0].numel()).mT
+        return G.permute(2, 0, 1), H.mT
 
-    def packed(self, layer: str, G: Tensor, H: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a layer whose factors are B = G and A = Hᵀ, in float64, by their keys."""
-        keys, columns = self.layers[layer], G.shape[0] * G.shape[2]
-        a, b = (self.tensor(keys[f]).shape for f in "AB")
+    def packed(self, layer: str, G: Tensor, H: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a layer whose factors are B = G and A = Hᵀ, of scale 1, by their keys."""
+        columns = G.shape[0] * G.shape[2]
+        a, b = (self.tensor(self.layers[layer][f]).shape for f in "AB")
         A, B = H.mT.reshape(columns, *a[1:]), G.permute(1, 2, 0).reshape(-1, columns, *b[2:])
-        return {keys["A"]: A, keys["B"]: B}
+        new = {"A": A.to(dtype), "B": B.to(dtype), "alpha": torch.tensor(float(columns))}
+        return {key: new[f] for f, key in self.layers[layer].items()}
 
 
 def read(place: str | os.PathLike[str]) -> Adapter:
     """Read the config of an adapter and the names of its tensors; refuse what holds no plain products."""
     place = Path(place)
-    single = place.suffix == ".safetensors"
+    single = place.is_file()
     weights = place if single else place / WEIGHTS
-    for file in (place,) if single else (place / CONFIG, weights):
-        if not file.is_file():
-            pickle = file == weights and (place / "adapter_model.bin").is_file()
-            why = (
-                "only a pickle, which may run code when it is read; save it as safetensors" if pickle else "no adapter"
-            )
-            raise FileNotFoundError(f"{place} has no {file.name}: it is {why}")
+    if not (single or ((place / CONFIG).is_file() and weights.is_file())):
+        raise FileNotFoundError(
+            f"{place} is no file, and no folder with {CONFIG} and {WEIGHTS}; a pickle (.bin) may run code when it is "
+            "read, so save the adapter as safetensors"
+        )
     try:
         config = {} if single else json.loads((place / CONFIG).read_text(), object_hook=_ordered)
         with safe_open(weights, framework="pt") as opened:
@@ -127,10 +128,9 @@ def read(place: str | os.PathLike[str]) -> Adapter:
         kind, start = config.get("peft_type", "LORA"), str(config.get("init_lora_weights")).lower()
     except Exception as error:
         raise ValueError(f"{place} cannot be read: {error}") from error
+    kind = next((name for name in _NO_PRODUCTS if config.get(name)), kind)
     if kind != "LORA":
-        raise ValueError(f"{place} is an adapter of the method {kind}, not LORA")
-    if odd := [name for name in _NO_PRODUCTS if config.get(name)]:
-        raise ValueError(f"{place} was made with {odd[0]}, so its layers add something else than products B A")
+        raise ValueError(f"{place} was made with {kind}, whose layers add something else than products B A")
     if start.startswith(_REPLACING):
         raise ValueError(
             f"{place} was initialised by {start}, which replaces the weights of the model; save it by save_pretrained "
@@ -142,9 +142,9 @@ def read(place: str | os.PathLike[str]) -> Adapter:
             layers.setdefault(found[1], {})["A" if found[2] in ("A", "down") else "B"] = key
     if not layers or any(len(of) < 2 for of in layers.values()):
         raise ValueError(f"{place} has no pairs of factors in the names of peft, diffusers or kohya's scripts")
-    alphas = {layer: f"{layer}.alpha" for layer in layers if single and f"{layer}.alpha" in keys}
-    for layer, key in alphas.items():
-        layers[layer]["alpha"] = key
+    for layer, of in layers.items():
+        if single and f"{layer}.alpha" in keys:
+            of["alpha"] = f"{layer}.alpha"
     known = {key for of in layers.values() for key in of.values()}
     others = tuple(key for key in keys if key not in known)
     if single and others:
@@ -177,12 +177,15 @@ def parameters(layer: str, config: dict[str, Any]) -> list[str]:
 @contextmanager
 def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Let the block fill a folder that has another name until it is complete."""
-    out = Path(out)
+    out = Path(out).resolve()  # a link stays, and its folder is filled
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists already; name a new folder")
-    if not out.absolute().parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {out.absolute().parent} for {out.name!r}; create it first")
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as place:
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {out.parent} for {out.name!r}; create it first")
+    begun = f".{out.name}.quotient-lora-"
+    for stale in out.parent.glob(f"{glob.escape(begun)}*"):  # of a command that was killed
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=begun, dir=out.parent) as place:
         folder = Path(place) / "new"
         folder.mkdir()
         yield folder
@@ -200,6 +203,8 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     parts, header = list[tuple[int, str, dict[str, Any], int]](), dict[str, Any]()
     with tempfile.TemporaryFile(dir=path.parent) as spool, path.open("wb") as file:
         for key, t in tensors:
+            if not bool(t.isfinite().all()):
+                raise ValueError(f"{key} would have NaN or infinite entries in {t.dtype}")
             raw = memoryview(save({key: t.contiguous()}))
             start = 8 + int.from_bytes(raw[:8], "little")
             parts.append((-t.element_size(), key, json.loads(bytes(raw[8:start]))[key], spool.tell()))

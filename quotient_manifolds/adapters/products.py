@@ -21,8 +21,11 @@ NEGLIGIBLE = torch.finfo(torch.float32).eps
 def product_svd(G: Tensor, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return U, σ, V with U diag(σ) Vᵀ = G Hᵀ, without forming the product; what is rounding error is 0 in σ."""
     (Q, R), (P, T) = torch.linalg.qr(G), torch.linalg.qr(H)
+    size = torch.linalg.matrix_norm(R) * torch.linalg.matrix_norm(T)
+    if not bool(size.square().isfinite().all()):
+        raise ValueError("the product is too large for float64; use smaller weights")
     U, sigma, Vh = torch.linalg.svd(R @ T.mT, full_matrices=False)
-    rounding = 10 * torch.finfo(G.dtype).eps * torch.linalg.matrix_norm(R) * torch.linalg.matrix_norm(T)
+    rounding = 10 * torch.finfo(G.dtype).eps * size
     return Q @ U, torch.where(sigma > rounding.unsqueeze(-1), sigma, 0), P @ Vh.mT
 
 
@@ -32,76 +35,73 @@ def present(sigma: Tensor) -> Tensor:
 
 
 def balanced(G: Tensor, H: Tensor, rank: int, energy: float = 1.0, whole: bool = False) -> Factors:
-    """Return balanced factors of the nearest product of at most this rank, or, if ``whole``, of just this one.
+    """Return balanced factors of the nearest product of at most this rank; with as many columns, if ``whole``.
 
     ``energy`` is the share of the sum of squared singular values that is enough.
     """
     U, sigma, V = product_svd(G, H)
     before = sigma.square().cumsum(-1) - sigma.square()
     kept = present(sigma) & ((before < energy * sigma.square().sum(-1, keepdim=True)) | (energy == 1))
-    count = min(rank, max(1, int(kept.sum(-1).max())))
+    count = rank if whole else min(rank, max(1, int(kept.sum(-1).max())))
     root = torch.where(kept, sigma, 0).sqrt()[..., :count].unsqueeze(-2)
     # Where the product is 0, G is 0 and H is not, as in a new adapter: two zeros would remain zero in training.
     factors = U[..., :count] * root, V[..., :count] * torch.where(root > 0, root, H.shape[-2] ** -0.5)
-    G, H = (pad(X, (0, (rank - count) * whole)) for X in factors)
+    G, H = (pad(X, (0, count - X.shape[-1])) for X in factors)
     return G, H
 
 
 @dataclass(frozen=True)
 class Method:
-    """How products are merged; see :func:`quotient_manifolds.adapters.merge`.
-
-    Attributes
-    ----------
-    name, space, density
-        The arguments of that function.
-    generator : torch.Generator
-        Of DARE.
-    """
+    """How products are merged; see :func:`quotient_manifolds.adapters.merge` for its arguments."""
 
     name: str
-    space: str
-    density: float
-    generator: torch.Generator
+    weights: Sequence[float]
+    space: str = "core"
+    density: float = 0.5
+    rank: int | None = None
+    energy: float | None = 1.0
 
     def __post_init__(self) -> None:
         known = self.name in ("sum", "ties", "dare", *MANIFOLDS) and self.space in ("core", "knots")
-        if not (known and 0 < self.density <= 1):
+        shares = [share for share in (self.density, self.energy) if share is not None]
+        if not (known and all(0 < share <= 1 for share in shares) and (self.rank is None or self.rank >= 1)):
             raise ValueError(
-                "method must be one of sum, ties, dare, inv, mix, space core or knots, density above 0 and at most 1, "
-                f"got {self.name!r}, {self.space!r} and {self.density}"
+                "method must be one of sum, ties, dare, inv, mix, space core or knots, density and energy above 0 and "
+                f"at most 1, rank at least 1, got {self}"
             )
 
-    def factors(self, parts: Sequence[Factors], weights: Sequence[float]) -> Factors:
-        """Return factors of the merged product."""
+    def factors(self, parts: Sequence[Factors], whole: bool) -> Factors:
+        """Return balanced factors of the merged product; with ``whole`` their rank does not depend on it."""
         if self.name in MANIFOLDS:
-            return _quotient_mean(self.name, parts, weights)
-        if self.name == "sum":
-            return (
-                torch.cat([w * G for w, (G, _) in zip(weights, parts, strict=True)], -1),
-                torch.cat([H for _, H in parts], -1),
-            )
+            G, H = _quotient_mean(self.name, parts, self.weights)
+        else:
+            G, H = signed_sum(parts, self.weights) if self.name == "sum" else self._of_entries(parts)
+        total = sum(G.shape[-1] for G, _ in parts)
+        return balanced(G, H, min(self.rank or total, total), self.energy or 1.0, whole or self.energy is None)
+
+    def array(self, arrays: Sequence[Tensor]) -> Tensor:
+        """Return the sum of arrays with weights, or what TIES and DARE make of it."""
+        weights = arrays[0].new_tensor(self.weights)
+        if self.name in ("ties", "dare"):
+            from peft.utils.merge_utils import dare_linear, ties  # it takes seconds
+
+            return (ties if self.name == "ties" else dare_linear)([*arrays], weights, self.density)
+        return torch.tensordot(weights, torch.stack([*arrays]), 1)
+
+    def _of_entries(self, parts: Sequence[Factors]) -> Factors:
+        """Merge entries in common bases of the products."""
         found, core = [product_svd(*part) for part in parts], self.space == "core"
         rows = _basis([U * s.pow(0.5 if core else 1).unsqueeze(-2) for U, s, _ in found])
         columns = _basis([V * s.sqrt().unsqueeze(-2) for _, s, V in found]) if core else None
         entries = [(rows.mT @ U * s.unsqueeze(-2)) @ (V if columns is None else columns.mT @ V).mT for U, s, V in found]
-        merged = self.array(entries, weights).mT
+        merged = self.array(entries).mT
         return rows, merged if columns is None else columns @ merged
 
-    def array(self, arrays: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Return the sum of arrays with weights, or what TIES and DARE make of it."""
-        stacked = torch.stack([*arrays])
-        w = stacked.new_tensor(weights).reshape(-1, *[1] * arrays[0].dim())
-        if self.name == "dare":
-            masks = torch.bernoulli(torch.full_like(stacked, self.density), generator=self.generator)
-            return (w * stacked * masks / self.density).sum(0)
-        if self.name != "ties":
-            return (w * stacked).sum(0)
-        flat = stacked.flatten(1)
-        largest = flat.abs().topk(int(self.density * flat.shape[1])).indices
-        stacked = torch.zeros_like(flat).scatter(1, largest, flat.gather(1, largest)).reshape(stacked.shape)
-        elected = stacked.sign() == torch.where(stacked.sum(0) >= 0, 1, -1)
-        return (w * stacked * elected).sum(0) / elected.sum(0).clamp_min(1)
+
+def signed_sum(parts: Sequence[Factors], weights: Sequence[float]) -> Factors:
+    """Return factors of the sum of products with weights."""
+    G = torch.cat([w * G for w, (G, _) in zip(weights, parts, strict=True)], -1)
+    return G, torch.cat([H for _, H in parts], -1)
 
 
 def _basis(parts: Sequence[Tensor]) -> Tensor:
@@ -114,7 +114,7 @@ def _quotient_mean(metric: str, parts: Sequence[Factors], weights: Sequence[floa
     """Return the Fréchet mean on the quotient."""
     ranks, n, m = [H.shape[-1] for _, H in parts], parts[0][0].shape[-2], parts[0][1].shape[-2]
     if len(set(ranks)) > 1:
-        raise ValueError(f"a mean on the quotient needs equal ranks, not {ranks}")
+        raise ValueError(f"a mean on the quotient needs equal ranks, not {ranks} (0: the layer is missing)")
     if ranks[0] > min(n, m) or not all(bool(present(product_svd(*part)[1]).all()) for part in parts):
         raise ValueError("a product that lacks full rank, as at B = 0, has no place on the quotient")
     points = torch.stack([torch.cat(part, -2) for part in parts])

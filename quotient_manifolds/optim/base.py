@@ -35,6 +35,10 @@ _UNKNOWN = (
     "leaves the pairs out: save optimizer.state_dict() itself)"
 )
 _TOO_LARGE = "is too large for the dtype of its factors, so it takes no step; lower the learning rate"
+_SKIPPED = (
+    "gradients were NaN or infinite, or the second factor of a pair lacked full rank; check the loss, lower the "
+    "learning rate, or train in bfloat16"
+)
 #: Options: from where, below which number, and in words.
 _OPTIONS = {
     "lr": (0, 1e30, "a number of at least 0"),
@@ -113,7 +117,8 @@ class QuotientOptimizer(Optimizer):
                 continue
             known |= keys
             # Adapters take turns: those that are switched off stay out of the others' stacks.
-            chosen.setdefault((group, flipped, pair.scale, pair.part), []).append(pair)
+            alike = (group, flipped, pair.scale, pair.part, is_sharded(pair.G[0].tensor))
+            chosen.setdefault(alike, []).append(pair)
         for (group, flipped, *_), members in chosen.items():
             self._stacks += [Stack(found.pairs, flipped, group) for found in stacks(members)]
         check_places(self._places, self._layers, home)
@@ -196,7 +201,7 @@ class QuotientOptimizer(Optimizer):
         for s in running:
             group = self.param_groups[s.group]
             s.state = s.state or self._new_state(s)
-            before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
+            before = {} if s.mask is None else {k: v.clone() for k, v in s.state.items() if "moment" not in k}
             self._step_pairs(group, s)
             s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())
         self._shards.scatter_(weights)
@@ -205,7 +210,7 @@ class QuotientOptimizer(Optimizer):
             _step_others(self, self._partly, outside)
         for s in running:
             if not on_cpu(s.sizes):
-                del s.x, s.g, s.end
+                del s.x, s.g, s.spare
 
     def _is_sound(self, running: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
@@ -270,15 +275,9 @@ class QuotientOptimizer(Optimizer):
         rank.
         """
         if count := int(self._skipped):
-            warnings.warn(
-                f"{count} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked "
-                "full rank; check the loss, lower the learning rate, or train in bfloat16",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        stacks = [{k: getattr(s, k) for k in ("names", "flipped", "group", "steps")} for s in self._stacks]
-        for entry, s in zip(stacks, self._stacks, strict=True):
-            entry["state"] = self._shards.whole_state(s, self._new_state)
+            warnings.warn(f"{count} steps were skipped: {_SKIPPED}", RuntimeWarning, stacklevel=2)
+        kept = ("names", "flipped", "group", "steps")
+        stacks = [{k: getattr(s, k) for k in kept} | {"state": self._shards.whole_state(s)} for s in self._stacks]
         more = {"kind": type(self).__name__, "pairs": [name for s in stacks for name in s["names"]], "stacks": stacks}
         found = {**super().state_dict(), **more}
         found["state"] = {i: {k: full(v) for k, v in state.items()} for i, state in found["state"].items()}
@@ -292,14 +291,8 @@ class QuotientOptimizer(Optimizer):
                 "optimiser with a short warm-up of the rate"
             )
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
-        named = dict[str, list[SymmetricPair]]()
-        for p in (p for s in self._stacks for p in s.given):
-            named.setdefault(p.name, []).append(p)
-        names = Counter(name for entry in saved["stacks"] for name in entry["names"])
-        if missing := sorted(names - Counter({name: len(pairs) for name, pairs in named.items()})):
-            raise ValueError(f"the state belongs to other pairs: {', '.join(missing[:3])}")
         # Others have reached full rank since the saved optimiser was created.
-        found = [restored(e, [named[name].pop(0) for name in e["names"]], self._new_state) for e in saved["stacks"]]
+        found = restored(saved["stacks"], [p for s in self._stacks for p in s.given], self._new_state)
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
         for w, state in self.state.items():
             if is_sharded(w):
@@ -314,7 +307,7 @@ def _clip(bound: float, running: Sequence[Stack], outside: Gradients, shards: Sh
     for s in running:
         if shards.rank == 0 or s.own != slice(None):  # every process steps a pair that is not sharded
             K_inv = s.metric.inverse_roots
-            squares.append(s.only(trace(K_inv @ s.grams(s.g, s.sizes)[1] @ K_inv.mH), 0).sum())
+            squares.append(s.only(trace(K_inv @ s.grams() @ K_inv.mH), 0).sum())
     factor = (bound / (shards.sum(squares).sqrt() + 1e-12)).clamp_max(1.0)
     for s in running:
         torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))

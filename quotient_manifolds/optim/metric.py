@@ -32,7 +32,7 @@ _SIZE = 1e12
 
 def wide(X: Tensor) -> Tensor:
     """Widen to double precision, in which small matrices are computed, unless that means to leave the device."""
-    return X.to(torch.promote_types(X.dtype, torch.float64)) if has_double(X.device.type) else X
+    return X.to(torch.complex128 if X.is_complex() else torch.float64) if has_double(X.device.type) else X
 
 
 def on_cpu(X: Tensor) -> bool:
@@ -84,13 +84,15 @@ class Metric:
     ----------
     sound : Tensor
         Where H has full column rank, and everything is finite; (…).
+    eye : Tensor
+        The identity, (h, h).
     """
 
     def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | None = None) -> None:
-        self._scale, self._M, self._floor, self._eye = scale, M, floor, eye_like(M)
-        self._N = Factorised(N, self._eye)
+        self._scale, self._M, self._floor, self.eye = scale, M, floor, eye_like(M)
+        self._N = Factorised(N, self.eye)
         ridge = self._N.inverse if floor is None else floor * self._N.inverse
-        self._W = Factorised(torch.add(ridge, M, alpha=scale**2), self._eye)
+        self._W = Factorised(torch.add(ridge, M, alpha=scale**2), self.eye)
         self.sound = (self._N.info == 0) & (torch.linalg.matrix_norm(self._W.inverse) < torch.inf)
 
     @property
@@ -98,11 +100,10 @@ class Metric:
         r"""K⁻¹ of G and of H, or :math:`R \hat M^{-1}` of H with :math:`s^2 M = R^H R`; (…, 2, h, h)."""
         of_H = self._W.L_inv
         if self._floor is not None:
-            least = (
-                torch.finfo(self._M.dtype).eps ** 0.75
-            )  # R exists at M = 0, too; like all here a function of the orbit
-            raised = torch.add(least * self._W.S, self._M, alpha=self._scale**2)
-            of_H = Factorised(raised, self._eye).L.mH @ self._W.inverse
+            # R exists at M = 0, too; like all here what is added is a function of the orbit.
+            least = torch.finfo(self._M.dtype).eps ** 0.75 * self._W.S
+            raised = torch.add(least, self._M, alpha=self._scale**2)
+            of_H = Factorised(raised, self.eye).L.mH @ self._W.inverse
         return torch.stack([self._N.L_inv / self._scale, of_H], dim=-3)
 
     def straight(self, condition: float) -> Tensor:
@@ -119,7 +120,7 @@ class Metric:
         """
         L = self._N.L
         crooked = crooked & self.sound & (trace(L.mH @ self._M @ L).sqrt() <= largest)
-        return torch.where(crooked[..., None, None, None], torch.stack([L, self._N.L_inv.mH], dim=-3), self._eye)
+        return torch.where(crooked[..., None, None, None], torch.stack([L, self._N.L_inv.mH], dim=-3), self.eye)
 
     def transport_covectors(self, N: Tensor, across: Tensor) -> Tensor:
         r"""Return (T_G, T_H), (…, 2, h, h): at another point covectors become :math:`\nabla_G T_G, \nabla_H T_H`.
@@ -130,7 +131,7 @@ class Metric:
         """
         across_G, across_H = across.unbind(-3)
         T_G = self._N.inverse @ across_H
-        across_G = torch.add(T_G @ Factorised(N, self._eye).inverse, across_G, alpha=self._scale**2)
+        across_G = torch.add(T_G @ Factorised(N, self.eye).inverse, across_G, alpha=self._scale**2)
         return torch.stack([T_G, self._W.inverse @ across_G], dim=-3)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
 from .metric import Factorised, Metric, eye_like, inverse_root, trace, wide
-from .stack import Stack
+from .stack import LEAST_NORM, Stack, gram, rescaled
 
 Pairs = Iterable[SymmetricPair]
 Betas = tuple[float, float]
@@ -118,20 +118,19 @@ class QuotientAdam(QuotientOptimizer):
         step = state["step"].add_(1)[:, None, None]
         first, second = 1 - beta1**step, 1 - beta2**step
         # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
-        C = state["matrix"].lerp_(s.grams(s.g, s.sizes)[1] / s.counts, 1 - beta2) / second[:, None]
+        C = state["matrix"].lerp_(s.grams() / s.counts, 1 - beta2) / second[:, None]
         V = K_inv @ C @ K_inv.mH
         V.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(V)[..., None], alpha=_LEAST)
         R = K_inv.mH @ inverse_root(V)
-        u = [torch.view_as_real(v).flatten(-2) if v.is_complex() else v for v in s.times(s.g, R, s.end)]
-        torch._foreach_mul_(u, u)
         rows = torch.empty_like(state["rows"])  # first h times the squares, then h r, which takes √h from the rate
         parts = rows.split([s.pairs.n, s.pairs.m], dim=1)
-        for v, part in zip(u, parts, strict=True):
-            torch.sum(v, -1, keepdim=True, out=part)
+        for g, r, part in zip(s.g, R.to(s.g[0].dtype).unbind(1), parts, strict=True):
+            u = torch.bmm(g, r, out=s.room_of(g))
+            u = torch.view_as_real(u).flatten(-2) if u.is_complex() else u
+            torch.sum(u.mul_(u), -1, keepdim=True, out=part)  # vector_norm is slow along rows that are not contiguous
         torch.div(state["rows"].lerp_(rows, 1 - beta2), second.to(s.dtype), out=rows)
-        torch._foreach_lerp_(s.moments(), s.g, 1 - beta1)
         rows.sqrt_().add_(group["eps"] * R.shape[-1] ** 0.5)
-        for d, m, size in zip(s.g, s.moments(), parts, strict=True):
+        for d, m, size in zip(s.g, s.average_(1 - beta1), parts, strict=True):
             torch.div(m, size, out=d)
         s.advance_(s.g, R @ (K_inv * (-lr * _RANK**0.5) / first[:, None]), lr * group["weight_decay"])
 
@@ -143,7 +142,7 @@ class QuotientMuon(QuotientOptimizer):
     :math:`X = U Σ V^H`:
 
     .. math::
-        m \leftarrow μ m + \nabla_G, \qquad u = \nabla_G + μ m, \qquad
+        m \leftarrow μ m + (1 - μ) \nabla_G, \qquad u = (1 - μ) \nabla_G + μ m, \qquad
         G \leftarrow \sqrt{1 - ηλ}\, G - \frac{η}{2}\, \mathrm{polar}(u K^{-H})\, K^{-1}
 
     Among all steps with :math:`\|s ξ_G H^H\|_2 \le η/2` and :math:`\|s G ξ_H^H\|_2 \le η/2` this one descends fastest
@@ -216,8 +215,8 @@ class QuotientMuon(QuotientOptimizer):
             raised = M.clone()
             raised.diagonal(dim1=-2, dim2=-1).add_(trace(M)[..., None].clamp_min(1e-24), alpha=1e-6)
             L = Factorised(raised, eye_like(M))
-            Q = torch.bmm(s.x[0], L.L_inv.mH.to(s.x[0].dtype), out=s.end[0])
-            M = L.L @ wide(Q.mH @ Q) @ L.L.mH
+            Q = torch.bmm(s.x[0], L.L_inv.mH.to(s.x[0].dtype), out=s.room_of(s.x[0]))
+            M = L.L @ wide(gram(Q)) @ L.L.mH
         step = float(group["lr"]) / (4 * (1 - group["momentum"]))
         floor = (_LEAST_PRODUCT * s.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
         # 0 for a learning rate of 0 at G = 0
@@ -225,14 +224,15 @@ class QuotientMuon(QuotientOptimizer):
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
-        for g, m in zip(s.g, s.moments(), strict=True):
-            torch.add(g, m, alpha=momentum, out=m)
-            torch.add(g, m, alpha=momentum, out=g)
+        torch._foreach_lerp_(s.g, s.average_(1 - momentum), momentum)
         # Where the product lacks rank F is large, and u small: its Gram matrix comes after the product with F.
-        u = s.times(s.g, F.mH, s.end)
-        u, grams = s.grams(u, sizes := s.norms(u))
-        d = s.times(u, inverse_root(grams) * sizes[:, None, None], s.g)
-        s.advance_(d, -lr / 2 * F, lr * group["weight_decay"], transport=False)
+        grams, sizes = list[Tensor](), list[Tensor]()
+        for g, f in zip(s.g, F.mH.to(s.g[0].dtype).unbind(1), strict=True):
+            u = torch.bmm(g, f, out=s.room_of(g))
+            sizes.append(torch.linalg.vector_norm(u).clamp_min(LEAST_NORM))
+            grams.append(gram(u.div_(sizes[-1])))
+        A = F.mH @ inverse_root(rescaled(grams, torch.stack(sizes))) @ F
+        s.advance_(s.g, -lr / 2 * A, lr * group["weight_decay"], transport=False)
 
 
 class QuotientSGD(QuotientOptimizer):
@@ -290,9 +290,6 @@ class QuotientSGD(QuotientOptimizer):
         return super()._new_state(s) if self.param_groups[s.group]["momentum"] else {}
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
-        u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots
-        if momentum:
-            for g, m in zip(s.g, s.moments(), strict=True):
-                torch.add(g, m, alpha=momentum, out=m)
-            u = s.moments()
-        s.advance_(u, -lr * K_inv.mH @ K_inv, lr * group["weight_decay"])
+        lr, momentum, K_inv = float(group["lr"]), group["momentum"], s.metric.inverse_roots
+        u = s.average_(1 - momentum) if momentum else s.g
+        s.advance_(u, -lr / (1 - momentum) * K_inv.mH @ K_inv, lr * group["weight_decay"])

@@ -29,8 +29,7 @@ def check_places(places: Mapping[nn.Module, dict[str, Tensor]], layers: Iterable
         named.update(new)
         moved |= bool(new)
         present = set(inside.values())
-        gone = [name for name, p in named.items() if p not in own or p not in present]
-        if gone:
+        if gone := [name for name, p in named.items() if p not in own or p not in present]:
             more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
             raise ValueError(
                 f"{gone[0]!r}{more} of the model have been replaced or deleted since this optimiser was created, by "

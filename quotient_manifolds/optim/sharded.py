@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -31,8 +31,9 @@ def cut(p: Any, whole: Tensor) -> Any:
 
 
 def _over(t: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return the mesh of a sharded tensor, and along which of its dimensions it is divided."""
-    return t.device_mesh, tuple(i for i, how in enumerate(t.placements) if how.is_shard())
+    """Return the mesh of a sharded tensor, and along which of its dimensions it is divided; none of a whole one."""
+    placements = t.placements if is_sharded(t) else ()
+    return getattr(t, "device_mesh", None), tuple(i for i, how in enumerate(placements) if how.is_shard())
 
 
 def _share(s: Stack, rank: int, size: int) -> slice:
@@ -47,10 +48,13 @@ class Shards:
     """
 
     def __init__(self, stacks: Iterable[Stack]) -> None:
-        sharded = [s for s in stacks if is_sharded(s.pairs.parameters()[0])]
+        sharded = [s for s in stacks if any(map(is_sharded, s.pairs.parameters()))]
         self._over = {_over(p) for s in sharded for p in s.pairs.parameters()}
         if len(self._over) > 1 or any(len(dims) != 1 for _, dims in self._over):
-            raise ValueError("pairs are sharded over several meshes or tensor-parallel; fully_shard all over one mesh")
+            raise ValueError(
+                "pairs are sharded over several meshes, tensor-parallel, or in part since the optimiser was made; "
+                "fully_shard all over one mesh"
+            )
         self.group = next((mesh.get_group(dims[0]) for mesh, dims in self._over), None)
         self.rank, self.size = (dist.get_rank(self.group), dist.get_world_size(self.group)) if sharded else (0, 1)
         self._replicas = [mesh.get_group(i) for mesh, dims in self._over for i in range(mesh.ndim) if i not in dims]
@@ -94,7 +98,7 @@ class Shards:
     def once(self, tensors: Iterable[Any]) -> Iterator[Tensor]:
         """List parts of tensors such that all processes together have each of their entries once."""
         for t in tensors:
-            ours = is_sharded(t) and _over(t) in self._over
+            ours = _over(t) in self._over
             part = t.to_local() if ours else full(t)
             if ours or self.rank == 0:
                 yield part
@@ -139,13 +143,11 @@ class Shards:
         parts = received.split([t.numel() for t in filled])
         torch._foreach_copy_(filled, [part.view(t.shape) for part, t in zip(parts, filled, strict=True)])
 
-    def whole_state(self, s: Stack, new_state: Callable[[Stack], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def whole_state(self, s: Stack) -> dict[str, Tensor]:
         """Return the state of all pairs of a stack, from all processes."""
-        if s.own == slice(None) or not s.steps:
+        if s.own == slice(None):
             return s.state
-        state = {k: v.contiguous() for k, v in new_state(Stack(s.given, s.flipped, s.group)).items()}
-        for k, v in state.items():
-            if s.state:
-                v[s.own.start * s.points : s.own.stop * s.points] = s.state[k]
-            dist.all_reduce(v, group=self.group)
-        return state
+        found = list[Any](None for _ in range(self.size))
+        dist.all_gather_object(found, {k: v.cpu() for k, v in s.state.items()}, group=self.group)
+        names: Iterable[str] = next(filter(None, found), {})
+        return {k: torch.cat([state[k] for state in found if state]).to(self._nothing.device) for k in names}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from .metric import Metric, on_cpu, wide
 #: and the Gram matrix, whose condition is the square, is known to about 1e-5 if it is computed in float32.
 _CONDITION = {torch.float64: 1e2, torch.float32: 1e1}
 #: Gradients of a smaller norm count as of this one: squares of their entries are 0 in float32.
-_LEAST = 1e-18
+LEAST_NORM = 1e-18
+_MOMENTS = ("moment G", "moment H")
 #: The metric of a stack at points with some Gram matrices.
 MetricOf = Callable[["Stack", Tensor], Metric]
 
@@ -33,9 +35,9 @@ class Stack:
     sharded, this process has the points, steps and state of its ``own`` pairs alone.
 
     In a step ``x`` and ``g`` are the rows of G and of H and their gradients, each (points, rows, h), in float32 at
-    least, ``end`` has room for as many, ``sizes`` the norms of both gradients, (2,), ``metric`` is that at the weights,
-    and ``straight`` says whether every anchor is known to have a small condition. Small matrices are stacked as
-    (points, 2, h, h), with those of G before those of H. Where ``mask``, () or (points,), is False, nothing changes.
+    least, ``sizes`` the norms of both gradients, (2,), ``metric`` is that at the weights, and ``straight`` says whether
+    every anchor is known to have a small condition. Small matrices are stacked as (points, 2, h, h), with those of G
+    before those of H. Where ``mask``, () or (points,), is False, nothing changes.
     """
 
     def __init__(self, pairs: Sequence[SymmetricPair], flipped: bool, group: int) -> None:
@@ -92,7 +94,8 @@ class Stack:
         if not self.runs:
             return any(active)
         if "x" not in vars(self):
-            self.x, self.g, self.end = self.room(), self.room(), self.room()
+            self.x, self.g = self.room(), self.room()
+            self.spare = self.x[0].new_empty(max(x.numel() for x in self.x))
             self.counts = self.counts.to(self.x[0].device)
         into, views = list[Tensor](), list[Tensor]()
         for blocks, x, g in zip(self.blocks, self.x, self.g, strict=True):
@@ -104,13 +107,13 @@ class Stack:
         torch._foreach_copy_(into, views)
         mask = None if all(own) else torch.tensor(own, device=self.x[0].device)
         self.mask = None if mask is None else mask.repeat_interleave(self.points)
-        self.sizes = self.norms(self.g)
+        self.sizes = torch.stack(torch._foreach_norm(self.g)).clamp_min(LEAST_NORM)  # noqa: SLF001
         return True
 
     def measure(self, metric_of: MetricOf, *double: bool) -> None:
         """Compute the metric in one precision, and on the CPU in the next one too if an anchor is crooked."""
         for precision in double:
-            self.metric = metric_of(self, self.products(self.x, self.x, double=precision))
+            self.metric = metric_of(self, wide(torch.stack([gram(x, precision) for x in self.x], dim=-3)))
             self.straight = on_cpu(self.sizes) and bool(self.metric.straight(_CONDITION[self.dtype]).all())
             if self.straight:
                 break
@@ -126,10 +129,10 @@ class Stack:
             largest = torch.finfo(self.pairs.parameters()[0].dtype).max
             crooked = ~self.metric.straight(_CONDITION[self.dtype])
             change = self.metric.straightening(self.only(crooked, False), largest)
-            for X, A in ((self.x, change), (self.g, change.flip(-3))):
-                for side, x in enumerate(X):
-                    x.copy_(x.to(A.dtype) @ A[:, side])
-            self.transport_(change.flip(-3))
+            for X, A in ((self.x, change), (self.g, change.flip(-3)), (self.moments(), change.flip(-3))):
+                for x, a in zip(X, A.unbind(1), strict=False):
+                    x.copy_(x.to(a.dtype) @ a)
+            self._transport_matrices_(change.flip(-3))
             self.measure(metric_of, True)
             if self.straight:
                 break
@@ -140,59 +143,57 @@ class Stack:
 
         The state is transported with them, or left as it is.
         """
-        keep, sides = max(1 - decay, 0) ** 0.5, A.to(self.x[0].dtype).unbind(1)
-        for blocks, x, d, a, end in zip(self.blocks, self.x, directions, sides, self.end, strict=True):
-            torch.baddbmm(x, d, a, beta=keep, out=end)
+        keep, sides, across = max(1 - decay, 0) ** 0.5, A.to(self.x[0].dtype).unbind(1), list[Tensor]()
+        for blocks, x, d, a in zip(self.blocks, self.x, directions, sides, strict=True):
+            end = torch.baddbmm(x, d, a, beta=keep, out=self.room_of(x))
             biases = {(r.rows.start, r.rows.stop) for r in blocks.runs if decay and len(r.block.shape) == 1}
             for start, stop in biases:
                 end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a)
-        ends = [self.only(end, x) for end, x in zip(self.end, self.x, strict=True)]
-        for blocks, end in zip(self.blocks, ends, strict=True):
-            blocks.scatter_(self._rows(end), self.weights)
-        if transport:
-            across, N = self.products([*self.x, ends[1]], [*ends, ends[1]]).split([2, 1], dim=1)
-            self.transport_(self.metric.transport_covectors(N.squeeze(1), across))
+            blocks.scatter_(self._rows(self.only(end, x, out=end)), self.weights)
+            across += [x.mH @ end] if transport else []
+        if transport:  # and what ends last is H
+            found, N = wide(torch.stack([*across, gram(end)], dim=-3)).split([2, 1], dim=-3)
+            T = self.only(self.metric.transport_covectors(N.squeeze(-3), found), self.metric.eye)
+            old, sides = self.moments(), T.to(end.dtype).unbind(1)
+            new = [torch.bmm(m, t, out=g) for m, t, g in zip(old, sides, self.g, strict=False)]
+            self.g = old or self.g  # moments and gradients change places
+            self.state.update(zip(_MOMENTS, new, strict=False))
+            self._transport_matrices_(T)
 
-    def products(self, X: Sequence[Tensor], Y: Sequence[Tensor], *, double: bool = False) -> Tensor:
-        """Return the products XᴴY of G and of H, in the precision of the factors or in double precision."""
-        if double:
-            X, Y = list(map(wide, X)), list(map(wide, Y))
-        return wide(torch.stack([x.mH @ y for x, y in zip(X, Y, strict=True)], dim=-3))
+    def room_of(self, x: Tensor) -> Tensor:
+        """Return room for what is as large as the rows of G or of H; there is one such room."""
+        return self.spare.as_strided(x.shape, x.stride())
 
-    def times(self, X: Sequence[Tensor], A: Tensor, into: list[Tensor]) -> list[Tensor]:
-        """Multiply rows of G by A_G and rows of H by A_H."""
-        for x, a, found in zip(X, A.to(X[0].dtype).unbind(1), into, strict=True):
-            torch.bmm(x, a, out=found)
-        return into
-
-    def norms(self, X: list[Tensor]) -> Tensor:
-        """Compute the norm of all rows of G, and of H, (2,), at least 1e-18."""
-        return torch.stack(torch._foreach_norm(X)).clamp_min(_LEAST)  # noqa: SLF001
-
-    def grams(self, X: Sequence[Tensor], sizes: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return X divided by its norms, (2,), lest squares leave the range of float32, and its Gram matrices."""
-        for x, size, end in zip(X, sizes.unbind(), self.end, strict=True):
-            torch.div(x, size, out=end)
-        return self.end, self.products(self.end, self.end) * wide(sizes).square()[:, None, None]
+    def grams(self) -> Tensor:
+        """Return the Gram matrices of the gradients."""
+        found = list[Tensor]()
+        for g, size in zip(self.g, self.sizes, strict=True):
+            found.append(gram(torch.div(g, size, out=self.room_of(g))))
+        return rescaled(found, self.sizes)
 
     def moments(self) -> list[Tensor]:
-        """List the moments of G and of H, which may be changed in place."""
-        return [self.state["moment G"], self.state["moment H"]]
+        """List the moments of G and of H, if there are any."""
+        return [self.state[name] for name in _MOMENTS if name in self.state]
 
-    def transport_(self, T: Tensor) -> None:
-        """Multiply moments by (T_G, T_H), (points, 2, h, h), and Gram matrices of such from both sides."""
-        if "moment G" in self.state:
-            old = self.moments()
-            self.state["moment G"], self.state["moment H"] = self.times(old, T, self.end)
-            self.end = old
+    def average_(self, weight: float) -> list[Tensor]:
+        """Return the moments, after they have gone a share of the way to the gradients."""
+        moments = self.moments()
+        for g, m in zip(self.g, moments, strict=True):
+            self.only(g, m, out=g)
+        torch._foreach_lerp_(moments, self.g, weight)
+        return moments
+
+    def _transport_matrices_(self, T: Tensor) -> None:
+        """Multiply Gram matrices of covectors by (T_G, T_H) from both sides."""
         if "matrix" in self.state:
             self.state["matrix"] = T.mH @ self.state["matrix"] @ T
 
-    def only(self, value: Tensor, otherwise: Tensor | float) -> Tensor:
+    def only(self, value: Tensor, otherwise: Any, out: Tensor | None = None) -> Tensor:
         """Return values for those points that take their step, and others for the rest."""
         if self.mask is None:
             return value
-        return torch.where(self.mask.view(-1, *[1] * (value.dim() - 1)), value, otherwise)
+        mask = self.mask.view(-1, *[1] * (value.dim() - 1))
+        return torch.where(mask, value, otherwise) if out is None else torch.where(mask, value, otherwise, out=out)
 
     def restrict(self, mask: Tensor) -> None:
         """Let fewer points take their step."""
@@ -207,17 +208,38 @@ class Stack:
         return self.names[self.own][int(where.nonzero()[0]) // self.points]
 
 
+def gram(x: Tensor, double: bool = False) -> Tensor:
+    """Return xᴴx, in the precision of x or in double precision."""
+    x = wide(x) if double else x
+    return x.mH @ x
+
+
+def rescaled(grams: list[Tensor], sizes: Tensor) -> Tensor:
+    """Return Gram matrices, given those of rows that were divided by sizes lest squares leave the range of float32."""
+    return wide(torch.stack(grams, dim=-3)) * wide(sizes).square()[:, None, None]
+
+
 def restored(
-    entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], new_state: Callable[[Stack], dict[str, Tensor]]
-) -> Stack:
-    """Restore a stack from its entry in a ``state_dict``."""
-    s = Stack(pairs, entry["flipped"], entry["group"])
-    new = new_state(s) if entry["state"] else {}
-    shapes, wanted = ({name: tuple(v.shape) for name, v in state.items()} for state in (entry["state"], new))
-    if shapes != wanted or len({abs(p.scale) for p in pairs}) > 1:
-        raise ValueError(
-            f"the state of pairs has {shapes} where this optimiser has {wanted}: it is of another version, another "
-            "rank, or another model; set ranks, lora_alpha and rslora as they were, or make a new optimiser"
-        )
-    s.state, s.steps = {k: v.to(new[k].device) for k, v in entry["state"].items()}, entry["steps"]
-    return s
+    entries: Sequence[Mapping[str, Any]],
+    pairs: Iterable[SymmetricPair],
+    new_state: Callable[[Stack], dict[str, Tensor]],
+) -> list[Stack]:
+    """Restore the stacks of a ``state_dict`` from its entries; pairs of one name are in the order of then."""
+    named, found = dict[str, list[SymmetricPair]](), list[Stack]()
+    for p in pairs:
+        named.setdefault(p.name, []).append(p)
+    for entry in entries:
+        if missing := sorted(name for name, n in Counter(entry["names"]).items() if len(named.get(name, ())) < n):
+            raise ValueError(f"the state belongs to other pairs: {', '.join(missing[:3])}")
+        own = [named[name].pop(0) for name in entry["names"]]
+        s = Stack(own, entry["flipped"], entry["group"])
+        new = new_state(s) if entry["state"] else {}
+        shapes, wanted = ({name: tuple(v.shape) for name, v in state.items()} for state in (entry["state"], new))
+        if shapes != wanted or len({abs(p.scale) for p in own}) > 1:
+            raise ValueError(
+                f"the state of pairs has {shapes} where this optimiser has {wanted}: it is of another version, another "
+                "rank, or another model; set ranks, lora_alpha and rslora as they were, or make a new optimiser"
+            )
+        s.state, s.steps = {k: v.to(new[k].device) for k, v in entry["state"].items()}, entry["steps"]
+        found.append(s)
+    return found

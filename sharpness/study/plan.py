@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +19,7 @@ from msgspec import Meta, Struct, field
 
 from ..data import is_function
 from ..errors import naming, words_of
-from ..measures import LOCAL, Measure, checked_radii, measure_of
+from ..measures import LOCAL, checked_radii, measure_of
 from ..models import INPUTS
 from ..options import DataChoice, Search
 
@@ -74,12 +74,9 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
         Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.measures.LOCAL``.
     rho : float, tuple of float, or dict of these by measure
         Radii; by default the measure's own.
-    ablations : tuple of dict
-        Fields of ``Measure`` (``geodesic``, ``symmetry``, …) and ``statistic``, changed in all measures
-        for which they have a meaning, or in those listed under ``measures``. ``{}`` is the measure itself.
     search : Search
         The search for the largest loss; in a file its attributes are entries like the others.
-    micro_batch, normalize_logits
+    micro_batch
         As for :func:`sharpness.evaluate`.
     device : str
         Device of torch.
@@ -87,19 +84,19 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     Raises
     ------
     ValueError
-        A radius or an ablation has no meaning, a measure is unknown, or there are no initial weights.
+        A radius has no meaning, a measure is unknown, or there are no initial weights.
 
     Examples
     --------
-    The jobs of one checkpoint, with first-order geodesics as an ablation where there are geodesics:
+    The jobs of one checkpoint. A measure of one's own is one more entry of ``sharpness.MEASURES``:
 
     >>> net = Checkpoint("net", "torch.nn:PReLU")
     >>> sweep = Sweep(
     ...     checkpoints=(net,), data=DataChoice("train.pt"), measures=("geodesic-inv", "adaptive"),
-    ...     rho={"adaptive": (0.1, 0.5)}, ablations=({}, {"geodesic": "first-order"}),
+    ...     rho={"adaptive": (0.1, 0.5)},
     ... )
-    >>> [(job["measure"], job["rho"], job["ablation"]) for job in sweep.jobs(net)]
-    [('geodesic-inv', [0.1], {}), ('adaptive', [0.1, 0.5], {}), ('geodesic-inv', [0.1], {'geodesic': 'first-order'})]
+    >>> [(job["measure"], job["rho"]) for job in sweep.jobs(net)]
+    [('geodesic-inv', [0.1]), ('adaptive', [0.1, 0.5])]
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -110,17 +107,14 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     initial: str | None = None
     measures: tuple[str, ...] = ("geodesic-inv", "geodesic-mix", "adaptive")
     rho: float | tuple[float, ...] | dict[str, float | tuple[float, ...]] = field(default_factory=dict)
-    ablations: tuple[dict[str, Any], ...] = ({},)
     search: Search = field(default_factory=Search)
     micro_batch: Annotated[int, Meta(ge=1)] | None = None
-    normalize_logits: bool = False
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.initial is not None and not Path(self.initial).exists():
             raise ValueError(f"there are no initial weights at {self.initial}")
-        of_ablations = (name for ablation in self.ablations for name in ablation.get("measures", ()))
-        for name in (*self.measures, *of_ablations, *(self.rho if isinstance(self.rho, dict) else ())):
+        for name in (*self.measures, *(self.rho if isinstance(self.rho, dict) else ())):
             measure_of(name)
         self.measured()
 
@@ -131,7 +125,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of :func:`sharpness.evaluate`."""
-        return {**asdict(self.search), "micro_batch": self.micro_batch, "normalize_logits": self.normalize_logits}
+        return {**asdict(self.search), "micro_batch": self.micro_batch}
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results.
@@ -152,37 +146,17 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
             code = [self.baselines, digest(self.baselines)]
             initial = None if self.initial is None else of_model(self.initial, None)
             yield {**where, "kind": "baselines", "data": data, "initial": initial, "code": code}
-        for name, ablation, rho in self.measured():
-            job = {"measure": name, "rho": rho, "ablation": ablation, "data": data, "settings": self.settings}
+        for name, rho in self.measured().items():
+            job = {"measure": name, "rho": rho, "data": data, "settings": self.settings}
             yield {**where, "kind": "sharpness", **job}
 
-    def measured(self) -> list[tuple[str, dict[str, Any], list[float]]]:
-        """List the measures with the fields that are changed, and their radii, each once."""
-        plan: list[tuple[str, dict[str, Any], list[float]]] = []
-        for ablation in self.ablations:
-            switches = {k: v for k, v in ablation.items() if k != "measures"}
-            count, reason = len(plan), ""
-            for name in (name for name in self.measures if name in ablation.get("measures", self.measures)):
-                try:
-                    switched(name, switches)
-                except ValueError as error:
-                    reason = f": {error}"
-                    continue
-                given = self.rho.get(name) if isinstance(self.rho, dict) else self.rho
-                plan.append((name, switches, [] if name in LOCAL else list(checked_radii(measure_of(name), given))))
-            if self.measures and len(plan) == count:
-                raise ValueError(f"the ablation {ablation} has no meaning for any of the measures{reason}")
-        return [job for i, job in enumerate(plan) if job not in plan[:i]]
-
-
-def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
-    """Return a measure with the fields of an ablation."""
-    statistic = ablation.get("statistic", "worst")
-    if statistic not in ("worst", "average") or (name in LOCAL and "statistic" in ablation):
-        raise ValueError(f"statistic={statistic!r} has no meaning for {name!r}; it is 'worst' or 'average' over a ball")
-    if {"name", "rho"} & ablation.keys():
-        raise ValueError("a measure's name and radii stand in measures and rho")
-    return measure_of(name, **{k: v for k, v in ablation.items() if k != "statistic"})
+    def measured(self) -> dict[str, list[float]]:
+        """Return the radii of every measure, none for a quantity at the weights."""
+        plan = {}
+        for name in self.measures:
+            given = self.rho.get(name) if isinstance(self.rho, dict) else self.rho
+            plan[name] = [] if name in LOCAL else list(checked_radii(measure_of(name), given))
+        return plan
 
 
 def shard_of(items: Sequence[T], shard: str) -> Sequence[T]:

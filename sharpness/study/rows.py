@@ -42,7 +42,6 @@ class _Baselines(_Row, tag="baselines"):
 
 class _Sharpness(_Row, tag="sharpness"):
     measure: Name
-    ablation: dict[str, Any]
     rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
     sharpness: Finite
     trace: Finite | None = None
@@ -54,12 +53,7 @@ class _Sharpness(_Row, tag="sharpness"):
 AnyRow = _Fit | _Baselines | _Sharpness
 FITS = _Fit.__struct_fields__[1:]
 #: What a row is about.
-_PLACE = ("checkpoint", "kind", "measure", "ablation", "rho")
-
-
-def label(measure: str, ablation: Mapping[str, Any]) -> str:
-    """Return the name of a measure with its changed fields."""
-    return ", ".join([measure, *(f"{k} = {v}" for k, v in ablation.items())])
+_PLACE = ("checkpoint", "kind", "measure", "rho")
 
 
 def in_words(failure: Row) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -24,11 +24,11 @@ from ..errors import called, naming, words_of
 from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
 from ..losses import Objective, count_examples
-from ..measures import LOCAL
+from ..measures import LOCAL, measure_of
 from ..measuring import RadiusError
 from ..models import LoadedModel, checked_device, load, load_state_dict
 from ..options import Batches
-from .plan import Checkpoint, Sweep, shard_of, switched
+from .plan import Checkpoint, Sweep, shard_of
 from .rows import Row, in_words, job_key, rows_of
 
 
@@ -186,20 +186,20 @@ def _attempt(job: Row, inputs: _Inputs, *, progress: bool) -> list[Row]:
     return [{**row, "seconds": time.perf_counter() - start} for row in rows]
 
 
-def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str, Any], **settings: Any) -> Any:
+def measured(name: str, model: nn.Module, batches: Any, **settings: Any) -> Any:
     """Measure a quantity by its name in ``MEASURES`` or ``LOCAL``, with the settings of a sweep."""
-    statistic = ablation.get("statistic", "worst")
+    statistic = "worst"
     if name in LOCAL:
         statistic = LOCAL[name][1]
-        own = ("micro_batch", "normalize_logits", "group", "progress", "seed")
+        own = ("micro_batch", "group", "progress", "seed")
         settings = {k: v for k, v in settings.items() if k in own}
-    return evaluate(model, batches, measure=switched(name, ablation), statistic=statistic, **settings)
+    return evaluate(model, batches, measure=measure_of(name), statistic=statistic, **settings)
 
 
 def _sharpness(job: Row, inputs: _Inputs, progress: bool) -> list[Row]:
     """Return a row for each radius."""
     radii, rows = sorted(job["rho"]), list[Row]()
-    settings = {**job["settings"], "ablation": job["ablation"], "keep_directions": False, "progress": progress}
+    settings = {**job["settings"], "keep_directions": False, "progress": progress}
     while True:
         try:
             result = measured(job["measure"], inputs.loaded.model, inputs.data, rho=radii, **settings)

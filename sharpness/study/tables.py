@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..errors import require_extra
 from ..measures import MEASURES
 from ..plots import COLOURS, MARKERS, figure
-from .rows import FITS, Row, label
+from .rows import FITS, Row
 
 _Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
@@ -90,7 +90,7 @@ def measurements(rows: Sequence[Row]) -> Any:
 
     Examples
     --------
-    >>> of = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive", "ablation": {}}
+    >>> of = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive"}
     >>> found = measurements([{**of, "rho": 0.5, "sharpness": 0.2, "per_batch": [0.1, 0.3]}])
     >>> print(found.to_string(index=False))
     checkpoint      kind quantity  rho  value  std_error
@@ -102,7 +102,7 @@ def measurements(rows: Sequence[Row]) -> Any:
     for row in rows:
         place = row["checkpoint"], row["kind"]
         if row["kind"] == "sharpness":
-            name, batches = label(row["measure"], row["ablation"]), row.get("per_batch") or ()
+            name, batches = row["measure"], row.get("per_batch") or ()
             error = stdev(batches) / len(batches) ** 0.5 if len(batches) > 1 else math.nan
             lines.append((*place, name, row["rho"], row["sharpness"], error))
             if row.get("trace") is not None:
@@ -176,7 +176,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
     Examples
     --------
-    >>> row = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive", "ablation": {}, "remarks": ["so"]}
+    >>> row = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive", "remarks": ["so"]}
     >>> remarks([row, row])
     ['so (adaptive; run 7)']
     """
@@ -184,7 +184,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         for remark in row.get("remarks") or ():
             measures, models = about.setdefault(remark, ({}, {}))
-            measures[label(row["measure"], row["ablation"])] = models[row["checkpoint"]] = None
+            measures[row["measure"]] = models[row["checkpoint"]] = None
     return [
         f"{remark} ({', '.join(measures)}; {', '.join(models) if len(models) <= 3 else f'{len(models)} models'})"
         for remark, (measures, models) in about.items()
@@ -321,7 +321,7 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
     --------
     >>> gap = {"a": 0.02, "b": 0.05, "c": 0.04, "d": 0.09}
     >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": g} for m, g in gap.items()]
-    >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
+    >>> of = {"kind": "sharpness", "measure": "adaptive"}
     >>> rows += [{**of, "checkpoint": m, "rho": r, "sharpness": g * r**2} for m, g in gap.items() for r in (0.5, 1.0)]
     >>> compare(rows)[["quantity", "rho", "tau"]].values.tolist()
     [['train_error', 0.0, nan], ['adaptive', 0.5, 1.0], ['adaptive', 1.0, 1.0]]
@@ -375,13 +375,13 @@ def plot_sweep(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -
 
     >>> import tempfile
     >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": 0.1 * m} for m in (1, 2, 3)]
-    >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
+    >>> of = {"kind": "sharpness", "measure": "adaptive"}
     >>> rows += [{**of, "checkpoint": m, "rho": rho, "sharpness": m * rho} for m in (1, 2, 3) for rho in (0.1, 0.5)]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     drawn = plot_sweep(rows, "gap", f"{folder}/scatter.png")
     """
     found, goal = compare(rows, target).set_index(_PLACE), targets(rows, target)
-    frame = one_radius(measurements([row for row in rows if row["kind"] == "sharpness" and not row["ablation"]]))
+    frame = one_radius(measurements([row for row in rows if row["kind"] == "sharpness"]))
     frame = frame[frame["checkpoint"].isin(goal) & ~frame["quantity"].str.endswith(", trace")]
     parts = list(frame.groupby(_PLACE))
     with figure(path, (3.6 * max(len(parts), 1), 3.6), 1, max(len(parts), 1), sharey=True) as (drawn, grid):

@@ -6,12 +6,14 @@ import io
 import pickle
 import time
 from dataclasses import replace
+from itertools import accumulate
 
 import peft
 import peft.optimizers
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -953,6 +955,37 @@ def test_the_number_of_kernels_does_not_grow_with_that_of_adapters(kind, dtype):
     assert counts[0] == counts[1] <= 150, counts
 
 
+def most_in_use(optimizer):
+    """Count the bytes that three steps have in use at once, beyond those before, as torch's allocator tells them."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        for _ in range(3):
+            optimizer.step()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["all", "one without gradient"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_takes_the_memory_of_three_stacks_beside_its_state(kind, waiting, monkeypatch):
+    """Small matrices, of which there are many, are .4 % of the weights each."""
+    factors = [nn.Parameter(torch.randn(2048, 8)) for _ in range(20)]
+    for p in factors[2 * waiting :]:
+        p.grad = torch.randn_like(p)
+    pairs = [factor_pair(*factors[i : i + 2], name=f"pair {i}") for i in range(0, 20, 2)]
+    weights = sum(p.nbytes for p in factors)
+
+    def beyond_state():
+        optimizer = optimizer_of(nn.ParameterList(factors), kind, pairs=pairs, weight_decay=0.1)
+        optimizer.certify = False
+        return most_in_use(optimizer) - sum(t.nbytes for s in optimizer._stacks for t in s.state.values())
+
+    assert 2 * weights < beyond_state() <= 3 * weights
+    advance_ = Stack.advance_
+    wasteful = lambda s, d, *args, **more: advance_(s, [x.clone() for x in d], *args, **more)  # noqa: E731
+    monkeypatch.setattr(Stack, "advance_", wasteful)
+    assert beyond_state() > 3 * weights
+
+
 @torch.no_grad()
 def test_numbers_of_a_stack_lie_on_its_device():
     """Several may hold one model; the answer whether to step lies on the first."""
@@ -963,8 +996,7 @@ def test_numbers_of_a_stack_lie_on_its_device():
         p.grad = torch.empty_like(p)
     assert made.begin({p: p.grad for p in trainable(model)}, {})
     made.restrict(torch.tensor(True, device="meta"))
-    small = made.products(made.x, made.g)
-    for t in (*made.times(made.x, made.only(small, 0), made.end), made.grams(made.g, made.sizes)[1], small):
+    for t in (made.only(made.grams(), 0), *map(made.room_of, made.x), made.sizes):
         assert t.device.type == "meta"
 
 

@@ -65,9 +65,8 @@ def place(tmp_path, monkeypatch):
         "checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}],
         "data": {"source": "train.pt", "batch_size": 8, "num_examples": 16, "subset_seed": 3},
         "test": "test.pt",
-        "measures": ["adaptive", "euclidean"],
-        "rho": {"adaptive": [0.1, 0.3], "euclidean": 0.05},
-        "ablations": [{}, {"statistic": "average"}],
+        "measures": ["adaptive", "euclidean", "geodesic-inv", "geodesic-mix"],
+        "rho": {"adaptive": [0.1, 0.3], "euclidean": 0.05, "geodesic-inv": [0.1, 0.3], "geodesic-mix": 0.05},
         "steps": 4,
     }
     (tmp_path / "sweep.json").write_text(json.dumps(config))

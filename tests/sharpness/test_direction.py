@@ -148,13 +148,6 @@ def test_pieces_and_gradients_within_a_loss(measured):
     assert set(sizes) == {5, 2}
 
 
-def test_normalised_logits(measured):
-    model, batch, _ = measured
-    result = sharpness.evaluate(model, [batch], rho=0.1, normalize_logits=True, progress=False)
-    _, found = profile(model, batch, result.direction(0), points=5, normalize_logits=True)
-    assert found[3] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
-
-
 def test_modes_stay(measured):
     model, batch, result = measured
     model.train()

@@ -18,7 +18,7 @@ from transformers import (
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_
-from sharpness.losses import Objective, default_loss, normalized_logits
+from sharpness.losses import Objective, default_loss
 from sharpness.study.run import _loss_and_error
 from tests import networks
 
@@ -346,30 +346,6 @@ def test_outputs_that_are_dicts():
         assert outcome.counted == 4
     with pytest.raises(ValueError, match=r"returned no loss for a dict with the keys \['labels', 'x'\]; load"):
         default_loss(Plain(False), {"x": x, "labels": y})
-
-
-def test_normalized_logits():
-    scores = torch.randn(5, 4)
-    torch.testing.assert_close(normalized_logits(3 * scores), normalized_logits(scores))
-    torch.testing.assert_close(normalized_logits(scores).std(1, correction=0), torch.ones(5))
-    model, batch = networks.vit(), networks.images()
-    louder = networks.vit()
-    louder.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        louder.classifier.weight *= 5
-        louder.classifier.bias *= 5
-    options = {"rho": 0.1, "steps": 4, "relative_tol": 0}
-    normal = [float(sharpness.evaluate(m, [batch], normalize_logits=True, **options)) for m in (model, louder)]
-    plain = [float(sharpness.evaluate(m, [batch], **options)) for m in (model, louder)]
-    assert normal[0] == pytest.approx(normal[1], rel=1e-9)
-    assert plain[1] > 2 * plain[0]
-    as_dict = {"pixel_values": batch[0], "labels": batch[1]}
-    assert float(sharpness.evaluate(model, [as_dict], normalize_logits=True, **options)) == pytest.approx(normal[0])
-    language, words = masked_language_model()
-    with pytest.raises(ValueError, match="normalize_logits needs one label and one row of scores"):
-        sharpness.evaluate(language, [words], normalize_logits=True, **options)
-    with pytest.raises(ValueError, match="normalize_logits applies to the default loss"):
-        sharpness.evaluate(model, [batch], lambda m, b: m(b), normalize_logits=True, **options)
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------

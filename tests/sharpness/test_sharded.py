@@ -269,10 +269,9 @@ def test_gathered_weights_are_given_back_first():
 
 
 def test_gradients_of_the_user_stay_as_they_are():
-    """Those of parameters that do not move too."""
     model = sharded.sharded(networks.vit())
     model(networks.images()[0]).logits.square().sum().backward()
     before = {name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None}
-    evaluated(model, only="layer")
+    evaluated(model)
     assert before
     assert all(torch.equal(before[n], p.grad.to_local()) for n, p in model.named_parameters() if n in before)

@@ -105,9 +105,13 @@ def test_single_weights_without_a_gradient_are_named_and_none_at_all_is_an_error
     options = {"measure": "adaptive", "rho": 0.1, "steps": 2}
     (remark,) = sharpness.evaluate(model, [(x, y)], loss, **options).remarks
     assert remark == "24 of 60 weights got no gradient from any batch, so the result says nothing about them: 1.bias, 2"
-    assert sharpness.evaluate(model, [(x, y)], loss, only=r"0|1\.weight", **options).remarks == ()
-    with pytest.raises(ValueError, match="depends on none of the weights that are measured"):
-        sharpness.evaluate(model, [(x, y)], loss, only=r"1\.bias|2", **options)
+    with networks.training(model, r"0|1\.weight"):
+        assert sharpness.evaluate(model, [(x, y)], loss, **options).remarks == ()
+    with (
+        networks.training(model, r"1\.bias|2"),
+        pytest.raises(ValueError, match="depends on none of the weights that are measured"),
+    ):
+        sharpness.evaluate(model, [(x, y)], loss, **options)
     many = nn.ModuleDict({"used": model, **{f"idle{i}": nn.Linear(1, 1) for i in range(14)}})
     (remark,) = sharpness.evaluate(many, [(x, y)], lambda m, b: loss(m["used"], b), **options).remarks
     assert remark.endswith(": used.1.bias, used.2, " + ", ".join(f"idle{i}" for i in range(10)) + " and 4 more")

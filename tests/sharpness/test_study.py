@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sharpness
 from sharpness import cli, evaluate
 from sharpness.study import read_config, read_results, run_sweep, targets
 from sharpness.study.plan import of_model
@@ -19,7 +20,6 @@ BASE = {"checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"normalize_logits": "false"}, "Expected `bool`, got `str` - at `$.normalize_logits`"),
         ({"seed": "abc"}, "Expected `int.*`, got `str` - at `$.search.seed`"),
         ({"steps": True}, "Expected `int.*`, got `bool` - at `$.search.steps`"),
         ({"steps": 0}, "steps must be .* at least 1"),
@@ -42,7 +42,7 @@ def test_what_is_not_measured_needs_no_radius(place):
     Path("good.json").write_text(
         json.dumps(BASE | {"measures": ["euclidean"], "rho": {"euclidean": 0.1, "adaptive": []}})
     )
-    assert read_config("good.json").measured() == [("euclidean", {}, [0.1])]
+    assert read_config("good.json").measured() == {"euclidean": [0.1]}
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,7 @@ def test_what_is_not_measured_needs_no_radius(place):
         ({"checkpoints": "nowhere/*"}, r"no checkpoint matches 'nowhere/\*'"),
         ({"data": {"source": "train.pt", "colour": 1}}, "data has no 'colour'; its entries are source, text, label"),
         ({"checkpoints": [{"model": "x"}]}, r"missing required field `path` - at `\$\[0\]`"),
-        (
-            {"ablations": [{"speed": 3}]},
-            "has no meaning for any of the measures: a measure has no 'speed'; its fields are",
-        ),
-        ({"ablations": [{"geodesic": "rk4"}]}, "has no meaning for any of the measures: geodesic"),
+        ({"ablations": [{}]}, "unknown field `ablations`"),
     ],
 )
 def test_mistakes_in_the_configuration(place, capsys, change, message):
@@ -98,26 +94,23 @@ def test_a_shard_that_is_none(place, capsys, shard, words):
 
 def test_entries_that_measure_the_same(place):
     """They were measured twice, or gave results that no command read."""
-    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive", "euclidean"], "rho": [0.1, 0.2]}
-    Path("own.json").write_text(json.dumps({**config, "ablations": [{}, {}]}))
-    assert read_config("own.json").measured() == [("adaptive", {}, [0.1, 0.2]), ("euclidean", {}, [0.1, 0.2])]
-    Path("own.json").write_text(json.dumps({**config, "ablations": [{}, {"rho": [0.3]}]}))
-    with pytest.raises(
-        ValueError, match="no meaning for any of the measures: a measure's name and radii stand in measures and rho"
-    ):
-        read_config("own.json")
+    measures = ["adaptive", "euclidean", "adaptive"]
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": measures, "rho": [0.1, 0.2]}
+    Path("own.json").write_text(json.dumps(config))
+    assert read_config("own.json").measured() == {"adaptive": [0.1, 0.2], "euclidean": [0.1, 0.2]}
 
 
-def test_an_ablation_with_measures_of_its_own(place):
-    config = json.loads(Path("sweep.json").read_text()) | {"rho": [0.2]}
-    config["ablations"] = [{}, {"statistic": "average", "measures": ["adaptive"]}]
+def test_a_measure_of_ones_own(place, monkeypatch):
+    """A study adds it to the known ones by a name."""
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["twice"], "rho": [0.2]}
     Path("own.json").write_text(json.dumps(config))
-    plan = read_config("own.json").measured()
-    assert [(name, switches) for name, switches, _ in plan if switches] == [("adaptive", {"statistic": "average"})]
-    config["ablations"] = [{"statistic": "average", "measures": ["geometric"]}]
-    Path("own.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="unknown measure 'geometric'; choose one of"):
+    with pytest.raises(ValueError, match="unknown measure 'twice'; choose one of"):
         read_config("own.json")
+    monkeypatch.setitem(sharpness.MEASURES, "twice", sharpness.Measure("twice", elementwise="euclidean"))
+    assert read_config("own.json").measured() == {"twice": [0.2]}
+    assert run_sweep(read_config("own.json"), "out", progress=False) == []
+    rows = [r for r in rows_of("out", "own.json") if r["kind"] == "sharpness"]
+    assert {r["measure"] for r in rows} == {"twice"}
 
 
 def test_an_interrupted_sweep_leaves_no_results_of_another(place, capsys, monkeypatch):
@@ -229,7 +222,7 @@ def test_rows_are_those_of_evaluate(place):
     assert [json.loads(line)["job"] for line in Path("out/results.jsonl").read_text().splitlines()] == [
         r["job"] for r in rows
     ]
-    row = next(r for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.3 and not r["ablation"])
+    row = next(r for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.3)
     sweep = read_config("sweep.json")
     from sharpness.models import load
 
@@ -257,7 +250,7 @@ def test_a_diverged_checkpoint_is_a_failed_row(place, capsys):
 
 def test_a_radius_that_is_too_large_loses_no_other(place, capsys):
     config = json.loads(Path("sweep.json").read_text())
-    config |= {"rho": {"euclidean": [0.1, 1e300, 0.3]}, "measures": ["euclidean"], "ablations": [{}]}
+    config |= {"rho": {"euclidean": [0.1, 1e300, 0.3]}, "measures": ["euclidean"]}
     Path("sweep.json").write_text(json.dumps(config))
     for _ in range(2):  # said again by the next call, which does nothing again
         assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
@@ -278,7 +271,7 @@ def test_baselines_of_a_sweep(place, capsys):
         "def broken(model, batches, start):\n    return {'gap': 1 / 0}\n"
     )
     config = json.loads(Path("sweep.json").read_text())
-    config |= {"initial": "collection/net0.pt", "measures": ["gradient-norm"], "ablations": [{}]}
+    config |= {"initial": "collection/net0.pt", "measures": ["gradient-norm"]}
     Path("base.json").write_text(json.dumps(config | {"baselines": "largest_weight:largest"}))
     assert [f["error"] for f in run_sweep(read_config("base.json"), "out", progress=False)] == []
     found = {r["checkpoint"]: r for r in rows_of("out", "base.json") if r["kind"] == "baselines"}

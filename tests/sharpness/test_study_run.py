@@ -64,7 +64,7 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
     Path("halves").mkdir()
     for name in "ab":
         torch.save(halves.model().state_dict(), f"halves/{name}.pt")
-    config = {**json.loads(Path("sweep.json").read_text()), "ablations": [{}]}
+    config = json.loads(Path("sweep.json").read_text())
     config |= {"measures": ["adaptive", "gradient-norm"], "rho": {"adaptive": 0.1}}
     config["checkpoints"] = [{"path": "halves/*.pt", "model": "halves:model"}]
     Path("halves.json").write_text(json.dumps(config))
@@ -346,11 +346,12 @@ def test_data_that_cannot_be_read_is_said_once(place, capsys):
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert all("bad.tsv is not UTF-8; convert the file" in line for line in lines)
-    assert len(lines) == 1  # not by the fit, and two measures with two settings each
+    assert len(lines) == 1  # not by the fit, and four measures
     assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
     assert cli.main(["table", "bad"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"failed: net0.pt (fit, adaptive, euclidean): {lines[0].removeprefix('sharpness: net0.pt: ')}"
+    measures = ", ".join(config["measures"])
+    assert said[0] == f"failed: net0.pt (fit, {measures}): {lines[0].removeprefix('sharpness: net0.pt: ')}"
     torch.save(picture_network().state_dict(), "pictures.pt")
     config |= {"checkpoints": [{"path": "pictures.pt", "model": "tests.pictures:picture_network"}], "data": "empty"}
     (place / "empty" / "cat").mkdir(parents=True)
@@ -426,7 +427,7 @@ def test_the_plan_is_said_first(place, capsys):
 
 def test_a_sweep_without_a_configuration(place, capsys):
     """The rows are those of the same sweep from a file."""
-    config = json.loads(Path("sweep.json").read_text()) | {"rho": [0.1, 0.3], "ablations": [{}]}
+    config = json.loads(Path("sweep.json").read_text()) | {"rho": [0.1, 0.3], "measures": ["adaptive", "euclidean"]}
     config["test"] = {"source": "test.pt", "batch_size": 8}
     Path("same.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "same.json", "--out", "file", "--quiet"]) == 0

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import finite, in_double
-from .canonical import canonical_form
+from .canonical import canonical_form, write_values
 from .fits import balanced, matched, permutation, refined, rotation, turned
-from .units import Cell, Move, cells_of, unique
+from .units import Cell, Move, Part, cells_of, unique
 from .wiring import State, Wiring
 
 #: What :func:`align_models` may move, beyond the canonical form.
@@ -141,7 +141,7 @@ def align_models(
     kinds : collection of {"permutations", "rotation", "heads", "scales"}
         What may move besides the canonical form, as far as the architecture allows it: the order of heads, neurons and
         entries of the stream; the stream by an orthogonal matrix; heads by GL(h), or planes under RoPE by complex
-        numbers; gated and rectified neurons by their scale.
+        numbers; gated and rectified neurons by their scale, those of tanh by their sign.
 
     Returns
     -------
@@ -159,7 +159,8 @@ def align_models(
     -----
     The minimum is local. Descent begins where the rotation fits the weights whose other index is known (tokens,
     positions, pixels, classes), or at the result of permutations alone, if that is lower. A copy that was moved by
-    symmetries is found wherever these weights determine the rotation.
+    symmetries is found wherever these weights determine the rotation. One sign is not tried: that of the whole stream
+    between LayerNorms, where its entries are only permuted.
 
     Examples
     --------
@@ -187,8 +188,8 @@ def _check(reference: nn.Module, model: nn.Module) -> None:
     """Raise for a network that cannot be brought to the reference's coordinates."""
     both = [{n: (tuple(p.shape), p.dtype, p.device) for n, p in m.named_parameters()} for m in (reference, model)]
     for name in {**both[0], **both[1]}:
-        if both[0].get(name) != both[1].get(name):
-            one, other = (side.get(name, "missing") for side in both)
+        one, other = (side.get(name, "missing") for side in both)
+        if one != other:
             raise ValueError(f"the networks differ in the parameter {name!r}: {one} and {other}")
     for name, p in (*reference.named_parameters(), *model.named_parameters()):
         if p.dtype not in (torch.float32, torch.float64) or not finite(p):
@@ -217,23 +218,18 @@ class _Form:
         if not w.closed or not one_width or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
             self.vectors = ()
         cells = cells_of(form, self.model)
-        for part in (part for cell in cells for part in cell.parts if part.n):
+        for part in (part for cell in cells for part in cell.parts if part.n and not part.signs):
             part.write(balanced(part.read(state), part.n), state)
-        self.store(state)
+        write_values(state)
         taken = {p for cell in cells for p in cell.parameters}
         self.cells = [*cells, Cell("", others=tuple(p for p in self.model.parameters() if p not in taken))]
         for p, q in zip(self.model.parameters(), model.parameters(), strict=True):
             p.requires_grad_(q.requires_grad)
 
-    def store(self, state: State) -> None:
-        """Write values into the copy."""
-        for p, value in state.items():
-            p.copy_(value)
-
     def write(self, element: Element) -> None:
         """Move the network."""
         for cell in self.cells:
-            self.store(self.moved(cell, element))
+            write_values(self.moved(cell, element))
 
     def turned(self, cell: Cell, Q: Tensor | None) -> State:
         """Return the parameters of a cell after a rotation of the stream."""
@@ -270,16 +266,14 @@ class _Descent:
         self.a, self.b, self.kinds, self.matches = a, b, set(kinds), matches
         if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
             raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
-        self.cells = [self.limited(cell) for cell in b.cells]
+        self.cells = [replace(cell, parts=tuple(map(self.limited, cell.parts))) for cell in b.cells]
         weights = list(a.model.parameters())
         self.size = sum(map(_square, weights))
         self.least = 100 * max(torch.finfo(p.dtype).eps for p in weights) ** 2 * self.size  # rounding
 
-    def limited(self, cell: Cell) -> Cell:
-        """Take from a cell the groups that may not act."""
-        acting = {"heads": ("qk", "vo"), "scales": ("neurons",)}
-        free = [kind for name in self.kinds & acting.keys() for kind in acting[name]]
-        return replace(cell, parts=tuple(p if p.kind in free else replace(p, n=0) for p in cell.parts))
+    def limited(self, part: Part) -> Part:
+        """Take the group from a part on which none may act."""
+        return part if ("scales" if part.kind == "neurons" else "heads") in self.kinds else replace(part, n=0)
 
     def search(self, still: Element) -> list[_Found]:
         """Descend from the better of two starts; return what was found, lower and lower."""

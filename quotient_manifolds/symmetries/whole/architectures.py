@@ -154,6 +154,15 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
         down = affine(model, "classifier")
         w.neurons.append(neurons("pre_classifier", "relu", readers[0], down))
         w.hidden.append(("pre_classifier neurons", (*readers[0].written, down.matrix)))
+    pooled = (
+        (base, "pooler.dense", "classifier|cls.seq_relationship"),
+        (model, "classifier.dense", "classifier.out_proj"),
+    )
+    for root, dense, reader in pooled:
+        if has(root, dense) and has(model, reader):
+            w.hidden.append((f"{dense} neurons", (*affine(root, dense).written, affine(model, reader).matrix)))
+            if type(base).__name__ != "ElectraModel":  # whose head has GELU
+                w.odd.add(f"{dense} neurons")
     for names in (heads["logits"], heads["pairs"]):
         w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
     return readers or [affine(model, "classifier.dense|classifier")]

@@ -152,7 +152,7 @@ def _without(pair: SymmetricPair, constant: Collection[object]) -> SymmetricPair
 
 
 @torch.no_grad()
-def _write(values: dict[Tensor, Tensor]) -> None:
+def write_values(values: dict[Tensor, Tensor]) -> None:
     """Write all parameters or none."""
     before = {p: p.detach().clone() for p in values}
     try:
@@ -194,7 +194,7 @@ def canonicalize_(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
     (True, False)
     """
     form = canonical_form(model, classes=classes)
-    _write(form.values)
+    write_values(form.values)
     return form
 
 
@@ -244,7 +244,7 @@ def apply_random_moves_(
     moving = [s for s in reversed(form.symmetries) if kinds is None or s.kind in kinds]
     for s in moving:
         s.move(state, scale * standard_normal(tuple(s.shape), state.of(s.parameters[0]), generator))
-    _write({p: value.to(p.dtype) for p, value in state.items()})
+    write_values({p: value.to(p.dtype) for p, value in state.items()})
     return list(dict.fromkeys(s.kind for s in moving))
 
 
@@ -288,7 +288,7 @@ def verify_whole(
     known = find_symmetric_pairs(model, include_frozen=True, batch=batch, forward=forward)
     with running_copy(model, batch, forward) as (twin, run):
         form = canonical_form(twin.requires_grad_(), classes=classes, pairs=in_copy(known, model, twin))
-        _write(form.values)
+        write_values(form.values)
         parameters = list(twin.parameters())
 
         def outputs() -> list[Tensor]:

@@ -36,21 +36,14 @@ def rotation(M: Tensor, centring: bool) -> Tensor:
     """Return the orthogonal Q with the largest tr(M Qᵀ); with Q 1 = 1 if norms centre."""
     if not centring:
         return polar(M)
-    d = len(M)
-    frame = torch.eye(d, dtype=M.dtype)
-    frame[:, 0] = 1
-    basis = torch.linalg.qr(frame).Q[:, 1:]
-    return basis @ polar(basis.mT @ M @ basis) @ basis.mT + 1 / d
+    basis = torch.linalg.svd(torch.ones_like(M[:1])).Vh[1:].mT  # of what is orthogonal to 1
+    return basis @ polar(basis.mT @ M @ basis) @ basis.mT + 1 / len(M)
 
 
 def permutation(M: Tensor, N: Tensor, signs: bool) -> Tensor:
     """Return the permutation Q with the largest tr(M Qᵀ) + tr(N |Q|ᵀ), its entries ±1 with ``signs``."""
-    order = assigned((M.abs() if signs else M) + N)
-    Q = torch.zeros_like(M)
-    rows = torch.arange(len(M))
-    sign = M[rows, order].sign() if signs else torch.ones(len(M), dtype=M.dtype)
-    Q[rows, order] = torch.where(sign == 0, 1, sign)
-    return Q
+    sign = torch.where(M < 0, -1, 1) if signs else torch.ones_like(M)
+    return torch.eye(len(M), dtype=M.dtype)[assigned(M * sign + N)] * sign
 
 
 def turned(rows: Tensor, Q: Tensor) -> Tensor:
@@ -108,10 +101,10 @@ def refined(cell: Cell, X: Sequence[Tensor], Y: Sequence[Tensor], move: Move) ->
     for k, part in enumerate(cell.parts):
         if part.n:
             y, positive = part.arranged(Y[k], move), part.group.positive
-            if k not in inner:
+            if k not in inner or part.signs:
                 A = polar(X[k].mH @ y)
                 inner[k] = A.abs() if positive else A
-            inner[k] = fitted(X[k], y, part.n, inner[k], positive)
+            inner[k] = inner[k] if part.signs else fitted(X[k], y, part.n, inner[k], positive)
     return replace(move, inner=inner)
 
 

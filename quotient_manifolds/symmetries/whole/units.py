@@ -34,6 +34,8 @@ class Part:
     columns : bool
     queries : Tensor or None
         For every query head of a unit the numbers of its rows, (queries, rows).
+    signs : bool
+        Of the group only ±1 act.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class Part:
     n: int = 0
     columns: bool = False
     queries: Tensor | None = None
+    signs: bool = False
 
     @cached_property
     def rows(self) -> BlockStack:
@@ -127,7 +130,8 @@ class Cell:
     def random(self, generator: torch.Generator) -> Move:
         """Draw an order of the units, and of the queries in each."""
         sizes = ((self.units,), (self.units, self.queries))
-        return Move(*(torch.rand(size, generator=generator).argsort() for size in sizes))
+        order, queries = (torch.rand(size, generator=generator).argsort() for size in sizes)
+        return Move(order, queries)
 
     def identity(self) -> Move:
         """Return the move that changes nothing."""
@@ -173,7 +177,8 @@ def cells_of(form: CanonicalForm, model: nn.Module) -> list[Cell]:
             parts.append(Part("neurons", [pair.G + pair.H], pair.usable_group(), pair.n, True))
             blocks = tuple(b for b in blocks if b.key not in {b.key for b in parts[0].blocks})
         if blocks:
-            parts.append(Part("neurons", [blocks], GL(blocks[0].size[1], diagonal=True), columns=True))
+            n = sum(b.rows for b in blocks[:-1]) if name in w.odd else 0
+            parts.append(Part("neurons", [blocks], GL(blocks[0].size[1], diagonal=True), n, True, signs=n > 0))
         found.append(Cell(name, tuple(parts), parts[0].group.h))
     taken, kept = set[Tensor](), []
     for cell in found:

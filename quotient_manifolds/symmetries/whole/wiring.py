@@ -185,6 +185,8 @@ class Wiring:
         As :func:`neurons` describes them.
     hidden : list of (str, tuple of Block)
         All weights of a layer of hidden neurons, gates included, one column a neuron: they may be permuted.
+    odd : set of str
+        The names of those whose activation is odd (tanh): they may change their signs too.
     qk_norms : list of (str, Norm, Norm)
         Norms of queries and keys, under RoPE in halves.
     score_tables : list of (str, tuple of Block)
@@ -213,6 +215,7 @@ class Wiring:
     scales: list[tuple[str, Block, Affine]] = field(default_factory=list)
     neurons: list[SymmetricPair] = field(default_factory=list)
     hidden: list[tuple[str, tuple[Block, ...]]] = field(default_factory=list)
+    odd: set[str] = field(default_factory=set)
     qk_norms: list[tuple[str, Norm, Norm]] = field(default_factory=list)
     score_tables: list[tuple[str, tuple[Block, ...]]] = field(default_factory=list)
     classifiers: list[tuple[str, Affine]] = field(default_factory=list)

@@ -19,7 +19,8 @@ from quotient_manifolds.symmetries.whole.units import Cell, Part, acted
 from tests.whole_networks import BACKBONES, FAMILIES, build, forward, headed, inputs
 
 #: Units that may be permuted, layer by layer: of attention and of neurons.
-UNITS = {"distilbert": [2, 2, 8, 12, 12], "t5": [2, 2, 2, 12, 12], "dinov2": [2, 2, 16, 16]}
+UNITS = {"t5": [2, 2, 2, 12, 12], "dinov2": [2, 2, 16, 16]}
+UNITS |= {family: [2, 2, 8, 12, 12] for family in ("bert", "roberta", "electra", "distilbert")}
 QUERIES = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "phi3")
 #: Their stream has another basis or, for the last ones, another order.
 TURNED = {"vit", "deit", "dinov2", "beit", "gpt2-untied", *QUERIES, "timm", "timm-no-bias"} - {"llama-tied"}
@@ -79,6 +80,22 @@ def test_copies_of_headed_networks_meet(family):
     _, found = align_models(model, copied)
     assert found.distance < 1e-10 * found.size
     assert align_models(model, copied, kinds=())[1].distance > 0.1 * found.size
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_units_of_a_pooler_may_change_their_signs(family):
+    model = build(family)
+    copied = copy.deepcopy(model)
+    head = copied.classifier
+    up, down = (copied.bert.pooler.dense, head) if family == "bert" else (head.dense, head.out_proj)
+    order, sign = torch.randperm(8), torch.tensor([1.0, -1.0] * 4).double()
+    for rows in (up.weight, up.bias.unsqueeze(1), down.weight.T):
+        rows.data.copy_((sign[:, None] * rows.data)[order])
+    (batch,) = inputs(family)
+    assert difference(forward(copied, batch), forward(model, batch)) < 1e-12
+    _, found = align_models(model, copied)
+    assert found.distance < 1e-10 * found.size
+    assert align_models(model, copied, kinds=KINDS[:2])[1].distance > 0.01 * found.size
 
 
 @pytest.mark.parametrize("family", ["vit", "bert", "qwen3", "opt", "t5"])
