@@ -368,18 +368,12 @@ def interrupted(run, moment):
 
     def trace(frame, event, _):
         nonlocal count, begun
-        if not frame.f_code.co_filename.endswith(OURS):
+        name = frame.f_code.co_filename
+        if not name.endswith(OURS):
             return None
-        if not begun:
-            if frame.f_code.co_name not in ("put_back", "restore"):
-                return None
-            begun, caller = True, frame.f_back
-            while caller is not None:  # they go on when the clean-up returns
-                if caller.f_code.co_filename.endswith(OURS):
-                    caller.f_trace, caller.f_trace_opcodes, caller.f_trace_lines = trace, True, False
-                caller = caller.f_back
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
+        begun = begun or (event == "call" and frame.f_code.co_name in ("put_back", "restore"))
+        if event == "opcode" and begun:
             count += 1
             if count == moment:
                 raise KeyboardInterrupt
