@@ -17,8 +17,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-#: The commands, with what they ask for.
-_ADAPTERS = {"merge": "adapters", "resize": "adapter", "balance": "adapter", "compare": "one other"}
+#: The commands, with what they ask for and do.
+_COMMANDS = {
+    "merge": ("adapters", "Write one adapter that stands for a weighted sum, or a mean, of several."),
+    "resize": ("adapter", "Write an adapter of smaller rank whose products are the nearest to the given ones."),
+    "balance": ("adapter", "Write an adapter with the same products, whose factors have equal size."),
+    "compare": ("one other", "Print the ranks, norms and distance of two adapters, layer by layer."),
+}
 
 _METHODS = "a weighted sum (the default), TIES or DARE of the products, or their mean in a metric of the quotient"
 
@@ -51,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         "quotient-lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(required=True, dest="command")
-    for name, adapters in _ADAPTERS.items():
-        own = commands.add_parser(name)
+    for name, (adapters, purpose) in _COMMANDS.items():
+        own = commands.add_parser(name, description=purpose)
         for adapter in adapters.split():
             own.add_argument(adapter, nargs="+" if name == "merge" else None, help="folder or safetensors file")
         if name == "compare":
@@ -65,9 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         if name == "merge":
             own.add_argument("--weights", nargs="+", type=float, help="one for each adapter (default: a mean)")
             own.add_argument("--method", choices=("sum", "ties", "dare", "inv", "mix"), default="sum", help=_METHODS)
-            own.add_argument("--space", choices=("core", "knots"), default="core", help="of TIES and DARE")
+            own.add_argument("--space", choices=("core", "knots"), default="core", help="coordinates of TIES and DARE")
             own.add_argument("--density", type=float, default=0.5, help="share of entries that TIES and DARE keep")
-            own.add_argument("--seed", type=int, default=0, help="of DARE")
+            own.add_argument("--seed", type=int, default=0, help="seed of the entries that DARE drops")
     return top
 
 

@@ -145,9 +145,9 @@ class DataChoice:
     pair : str or None
         Column of the second text, for pairs of texts.
     label_map : mapping of str to int
-        The class number of each label; if empty, labels are numbers or names in the model's configuration.
+        Class numbers of labels; without it, labels are numbers or the names in the model's configuration.
     header : bool
-        Whether the first line of a .tsv or .csv file names the columns; otherwise it is data.
+        Whether the first line of a .tsv or .csv file names the columns; with --no-header it is data.
     num_examples : int or None
         Number of examples: the first ones, but at random if they stand class by class, as in folders of classes.
     batch_size : int

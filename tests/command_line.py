@@ -53,6 +53,7 @@ def section(parser, level="##"):
     yield f"{level} {parser.prog}\n\n`{' '.join(usage.split())}`\n"
     if parser.description:
         yield f"{marked(parser.description)}\n"
+    if parser.epilog:
         yield examples(parser.epilog.partition("\n")[2])
     found = groups(parser)
     also = ", ".join(f"[{SHARED[t].lower()}](#{SHARED[t].lower().replace(' ', '-')})" for t in found if t in SHARED)
