@@ -14,11 +14,11 @@ FORKING = (
 
 #: The longest of the other files, which begin next: one that began last would keep all but one core idle.
 LONG = (
-    "test_docs.py", "test_evaluation.py", "test_building.py", "test_logarithm.py", "test_manifolds.py",
-    "test_generalization.py", "test_geodesics.py", "test_nullity.py", "test_optim.py", "test_measures.py",
-    "test_newcomers.py",
-    "test_lora.py", "test_examination.py", "test_registry.py", "test_hessian.py", "test_fuzz.py",
-    "test_parameters.py", "test_testing.py", "test_verdicts.py", "test_examples.py",
+    "test_docs.py", "test_logarithm.py", "test_evaluation.py", "test_manifolds.py", "test_building.py",
+    "test_points.py", "test_align.py", "test_generalization.py", "test_geodesics.py", "test_nullity.py",
+    "test_optim.py", "test_fuzz.py", "test_newcomers.py", "test_examination.py", "test_registry.py",
+    "test_adapters.py", "test_measures.py", "test_parameters.py", "test_testing.py", "test_packaging.py",
+    "test_examples.py",
 )  # fmt: skip
 ORDER = {name: i - len(FORKING + LONG) for i, name in enumerate(FORKING + LONG)}
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from typing import Any
 import peft
 import torch
 from _common import RESULTS
-from lora_text import BATCH, TOKENS, adamw, data, quotient, scores
+from lora_text import TOKENS, arguments, data, keep, kept, scores, train
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,36 +87,14 @@ def base(model: Path, task: str) -> nn.Module:
     return transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=CLASSES[task])
 
 
-def train(model: Any, task: str, seed: int, optimizer: str, options: argparse.Namespace) -> list[float]:
-    """Train adapters and classifier; return the losses."""
-    (texts, labels), _, tokenizer = data(task, getattr(options, task), options.model)
-    head = list(model.base_model.model.classifier.parameters())
-    made = [adamw(model, 1e-3) if optimizer == "AdamW" else quotient()(model, 3e-3)]
-    for p in head:
-        p.requires_grad_(True)
-    made.append(torch.optim.AdamW(head, 1e-3, weight_decay=0.0))
-    steps, warm = STEPS[task], STEPS[task] // 12
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda t: min((t + 1) / warm, (steps - t) / (steps - warm))) for o in made
-    ]
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))[: steps * BATCH]
-    losses = []
-    model.train()
+def trained(model: Any, task: str, seed: int, optimizer: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train adapters and classifier; return test loss, accuracy and the losses on the way."""
     torch.manual_seed(seed)
-    for chosen in order.split(BATCH):
-        with torch.autocast("cpu", torch.bfloat16):
-            found = scores(model, tokenizer, [texts[i] for i in chosen], TOKENS[task])
-        loss = F.cross_entropy(found.float(), labels[chosen])
-        losses.append(round(float(loss.detach()), 4))
-        if not loss.isfinite():
-            break
-        loss.backward()
-        for o in made:
-            o.step()
-            o.zero_grad()
-        for s in schedules:
-            s.step()
-    return losses
+    head, lr = list(model.base_model.model.classifier.parameters()), {"AdamW": 1e-3, "QuotientAdam": 3e-3}[optimizer]
+    losses, _, finished = train(model, head, optimizer, lr, task, STEPS[task], seed, options)
+    if not finished:
+        raise ArithmeticError(f"{optimizer} diverged on {task}, seed {seed}")
+    return {**tested(model, task, options), "losses": losses}
 
 
 @torch.no_grad()
@@ -157,10 +134,10 @@ def new_parent(parent: Parent, options: argparse.Namespace) -> dict[str, Any]:
     net = copy.deepcopy(base(options.model, task))
     torch.manual_seed(1 + seed)
     model = peft.get_peft_model(net, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS))
-    losses = train(model, task, seed, "AdamW", options)
+    found = trained(model, task, seed, "AdamW", options)
     model.save_pretrained(place(parent, options))
     save_file(net.classifier.state_dict(), place(parent, options) / "head.safetensors")
-    return {**tested(model, task, options), "losses": losses}
+    return found
 
 
 def by_peft(parents: list[Parent], weights: list[float], kind: str, out: Path, options: argparse.Namespace) -> None:
@@ -240,52 +217,49 @@ def train_on(start: str, optimizer: str, seed: int, options: argparse.Namespace)
             rewritten(plain, folder, lambda key, t: t * c["A" if "lora_A" in key else "B"])
     model = adapted(folder, "ag_news", head(parents[0], options), options, is_trainable=True)
     before = tested(model, "ag_news", options)
-    losses = train(model, "ag_news", 100 + seed, optimizer, options)
-    return {"size": size(folder), "before": before, **tested(model, "ag_news", options), "losses": losses}
+    return {"size": size(folder), "before": before, **trained(model, "ag_news", 100 + seed, optimizer, options)}
 
 
 def units() -> Iterator[tuple[Any, ...]]:
     """What is to be run, in order."""
 
-    def merges(*names: str, slow: bool = False) -> Iterator[tuple[Any, ...]]:
-        for seed in SEEDS:
+    def merges(names: Sequence[str], methods: Sequence[str], seeds: Sequence[int] = SEEDS) -> Iterator[tuple[Any, ...]]:
+        for seed in seeds:
             for group in names:
                 mixed = len({r for _, r, _ in GROUPS[group](0)}) > 1
-                found = [m for m in METHODS if (m in SLOW) == slow]
                 needs_equal = ("mean of factors", "peft's linear", "peft's ties", "inv", "mix")
-                yield from (("merge", group, m, seed) for m in found if not (mixed and m in needs_equal))
+                yield from (("merge", group, m, seed) for m in methods if not (mixed and m in needs_equal))
 
-    def groups(*names: str) -> list[str]:
-        return [f"{of}, {name}" for name in names for of in ("both", "ag_news", "sst2")]
+    def groups(name: str) -> list[str]:
+        return [f"{of}, {name}" for of in ("both", "ag_news", "sst2")]
 
+    fast = [m for m in METHODS if m not in SLOW]
     yield from (("parent", task, 4, seed) for seed in SEEDS for task in ("ag_news", "sst2"))
-    yield from merges(*groups("rank 4"))
+    yield from merges(groups("rank 4"), fast)
     yield from (("on", *start, seed) for start in STARTS[:-1] for seed in SEEDS)
     yield from (("parent", task, 16, seed) for seed in SEEDS for task in ("ag_news", "sst2"))
-    yield from merges(*groups("rank 16"))
-    yield from merges(*groups("rank 4"), slow=True)
-    yield from merges(*groups("mixed"))
-    yield from (("parent", "mnli", 4, seed) for seed in SEEDS)
-    yield from merges("three, rank 4")
-    yield from merges(*groups("rank 16", "mixed"), slow=True)
+    yield from merges(groups("rank 16"), fast)
+    yield from merges(groups("rank 4"), SLOW)
+    yield from merges(groups("mixed"), fast)
+    yield "parent", "mnli", 4, 0
+    yield from merges(["three, rank 4"], fast, [0])
+    for method in SLOW:
+        yield from merges([*groups("rank 16"), *groups("mixed")], [method])
+    for seed in SEEDS[1:]:
+        yield "parent", "mnli", 4, seed
+        yield from merges(["three, rank 4"], fast, [seed])
     yield from (("on", *STARTS[-1], seed) for seed in SEEDS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="transformers folder of all-MiniLM-L6-v2")
-    parser.add_argument("--ag-news", type=Path, required=True, help="folder with alps/dev.tsv and official/test.csv")
-    parser.add_argument("--sst2", type=Path, required=True, help="folder with train.tsv and dev.tsv")
-    parser.add_argument("--mnli", type=Path, required=True, help="folder with train15k and dev_matched")
+    parser = arguments(__doc__, RESULTS / "adapters_merge.jsonl")
     parser.add_argument("--adapters", type=Path, required=True, help="folder in which adapters are kept")
-    parser.add_argument("--out", type=Path, default=RESULTS / "adapters_merge.jsonl")
-    parser.add_argument("--limit", type=int, default=None, help="stop after so many runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
     options.adapters.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    left = [unit for unit in units() if list(unit) not in [row["unit"] for row in rows]]
+    done = [row["unit"] for row in kept(options.out)]
+    left = [unit for unit in units() if list(unit) not in done]
     for unit in left[: options.limit]:
         start, cpu = time.perf_counter(), time.process_time()
         part, *rest = unit
@@ -294,12 +268,7 @@ def main() -> None:
         else:
             found = {"merge": new_merge, "on": train_on}[part](*rest, options)
         times = {"seconds": round(time.perf_counter() - start, 1), "cpu": round(time.process_time() - cpu, 1)}
-        row = {"unit": unit, **found, **times}
-        with options.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        print({k: v for k, v in row.items() if k != "losses"}, flush=True)
+        keep({"unit": unit, **found, **times}, options.out)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 import pandas as pd
-from _common import RESULTS, interval
+from _common import interval
 from adapters_merge import GROUPS, METHODS, STARTS
-from lora_text_report import table
+from lora_text_report import given, table
 
 from sharpness.plots import figure
 
@@ -140,13 +138,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    docs = RESULTS.parent.parent / "docs"
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, default=RESULTS / "adapters_merge.jsonl")
-    parser.add_argument("--figure", type=Path, default=docs / "images" / "adapters_merge.png")
-    parser.add_argument("--tables", type=Path, default=docs / "tables" / "adapters_merge.md")
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = [json.loads(line) for line in options.runs.read_text().splitlines()]
+    rows, options = given(__doc__, "adapters_merge")
     options.tables.write_text("\n".join(tables(rows)) + "\n")
     draw(rows, options.figure)
 

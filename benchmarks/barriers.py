@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,17 @@ def nearer(rows: list[dict[str, Any]]) -> tuple[int, int]:
     return sum(by[(*pair, ALL)] <= by[(*pair, "permutations")] for pair in pairs), len(pairs)
 
 
+def complete(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Tabulate the pairs of trained networks that were measured by all methods."""
+    table = pd.DataFrame([r for r in rows if "losses" in r])
+    number = table.method.nunique()
+    pairs = table.groupby(["task", "width", "seed"], sort=False)
+    return pairs.filter(lambda part: len(part) == number).sort_values(["task", "width"], ascending=[False, True])
+
+
 def report(rows: list[dict[str, Any]]) -> None:
     """Print a table in Markdown: means over the pairs with t-intervals, and differences within pairs."""
-    table = pd.DataFrame([r for r in rows if "losses" in r])
+    table = complete(rows)
     print(
         "| networks | width | pairs | aligned by | distance | barrier of the loss | of the error | against all kinds |"
     )
@@ -231,15 +240,17 @@ def spread(values: Any, digits: int, sign: str = "") -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the mean excess of the loss along the path, a panel for each task and width."""
-    table = pd.DataFrame([r for r in rows if "losses" in r])
-    groups = list(table.groupby(["task", "width"], sort=False))
+    """Draw the mean excess of the loss along the path, a row of panels for each task and a column for each width."""
+    table = complete(rows)
     names = {"vit": "ViT, MNIST", "gpt": "GPT, bytes of AG News"}
+    widths = sorted(set(table.width))
     shown = [m for m in (*METHODS, f"{ALL}, geodesic") if m != "canonical form"]
     colours = dict(zip(shown, ("#999999", "#D55E00", "#E69F00", "#0072B2", "#009E73"), strict=True))
-    with figure(path, (5.2 * len(groups), 4.6), 1, len(groups)) as (page, grid):
-        for axis, ((task, width), part) in zip(grid.flat, groups, strict=True):
-            for method, style in zip(shown, ("-", "-.", "--", "-", ":"), strict=True):
+    with figure(path, (4.6 * len(widths), 7.6), len(names), len(widths)) as (page, grid):
+        for (task, width), axis in zip(product(names, widths), grid.flat, strict=True):
+            part = table[(table.task == task) & (table.width == width)]
+            axis.set_visible(len(part) > 0)
+            for method, style in zip(shown, ("-", "-.", "--", "-", ":"), strict=True) if len(part) else ():
                 losses = np.array(part[part.method == method].losses.tolist())
                 line = losses[:, :1] + np.array(TIMES) * (losses[:, -1:] - losses[:, :1])
                 axis.plot(TIMES, (losses - line).mean(0), style, color=colours[method], label=method)

@@ -167,28 +167,26 @@ def move(model: nn.Module, condition: float, seed: int) -> None:
         p.scatter_(torch.cat([G @ torch.linalg.inv(M), H @ M.mT]).float())
 
 
-def run(unit: Unit, options: argparse.Namespace) -> dict[str, Any]:
-    """Fine-tune once."""
-    task, part, method, lr, rank, seed = unit
-    (texts, labels), test, tokenizer = data(task, getattr(options, task), options.model)
-    torch.manual_seed(seed)
-    model = adapted(options.model, rank, 1 + int(labels.max()))
-    if part == "moved":
-        move(model, 30.0, seed)
-    head = [p for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
+def train(
+    model: Any, head: list[nn.Parameter], method: str, lr: float, task: str, steps: int, seed: int, options: Any
+) -> tuple[list[float], float, bool]:
+    """Train adapters by a method and the classifier, ``head``, by AdamW.
+
+    Return losses, seconds of the method's own steps, and whether it came to the end.
+    """
+    (texts, labels), _, tokenizer = data(task, getattr(options, task), options.model)
     for p in head:
         p.requires_grad_(False)
     made = [METHODS[method](model, lr)]
     for p in head:
         p.requires_grad_(True)
     made.append(torch.optim.AdamW(head, 1e-3, weight_decay=0.0))
-    steps, warm = STEPS[task], STEPS[task] // 12
+    warm = steps // 12
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda t: min((t + 1) / warm, (steps - t) / (steps - warm))) for o in made
     ]
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(texts), generator=generator)[: steps * BATCH]
-    losses, spent, start, finished = [], 0.0, time.perf_counter(), False
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))[: steps * BATCH]
+    losses, spent = [], 0.0
     model.train()
     for chosen in order.split(BATCH):
         with torch.autocast("cpu", torch.bfloat16):
@@ -196,7 +194,7 @@ def run(unit: Unit, options: argparse.Namespace) -> dict[str, Any]:
         loss = F.cross_entropy(found.float(), labels[chosen])
         losses.append(round(float(loss.detach()), 4))
         if not loss.isfinite():
-            break
+            return losses, spent, False
         for o in made:
             o.zero_grad()
         loss.backward()
@@ -204,13 +202,25 @@ def run(unit: Unit, options: argparse.Namespace) -> dict[str, Any]:
         try:
             made[0].step()
         except (ValueError, torch.linalg.LinAlgError):  # gradients that are not finite
-            break
+            return losses, spent, False
         spent += time.perf_counter() - before
         made[1].step()
         for s in schedules:
             s.step()
-    else:
-        finished = True
+    return losses, spent, True
+
+
+def run(unit: Unit, options: argparse.Namespace) -> dict[str, Any]:
+    """Fine-tune once."""
+    task, part, method, lr, rank, seed = unit
+    (_, labels), test, tokenizer = data(task, getattr(options, task), options.model)
+    torch.manual_seed(seed)
+    model = adapted(options.model, rank, 1 + int(labels.max()))
+    if part == "moved":
+        move(model, 30.0, seed)
+    head = [p for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
+    start = time.perf_counter()
+    losses, spent, finished = train(model, head, method, lr, task, STEPS[task], seed, options)
     seconds = time.perf_counter() - start
     model.eval()
     with torch.no_grad():
@@ -260,20 +270,40 @@ def units(tasks: list[str], rows: list[dict[str, Any]], methods: list[str]) -> I
                         yield task, "transfer", m, RATES[at], rank, SEEDS[0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None, out: Path) -> argparse.ArgumentParser:
+    """The options that studies on MiniLM share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="transformers folder of all-MiniLM-L6-v2")
     parser.add_argument("--ag-news", type=Path, required=True, help="folder with alps/dev.tsv and official/test.csv")
     parser.add_argument("--sst2", type=Path, required=True, help="folder with train.tsv and dev.tsv")
     parser.add_argument("--mnli", type=Path, required=True, help="folder with train15k and dev_matched")
-    parser.add_argument("--out", type=Path, default=RESULTS / "lora_text.jsonl")
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--limit", type=int, default=None, help="stop after so many runs")
+    return parser
+
+
+def kept(path: Path) -> list[dict[str, Any]]:
+    """The runs that a file of a study has so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def keep(row: dict[str, Any], path: Path) -> None:
+    """Append a run to the file of a study, in one write, and print it."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    print({k: v for k, v in row.items() if k != "losses"}, flush=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__, RESULTS / "lora_text.jsonl")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--limit", type=int, default=None, help="stop after so many runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    rows = kept(options.out)
     done = {tuple(r[k] for k in ("task", "part", "method", "lr", "rank", "seed")) for r in rows}
     ran = 0
     for unit in units(options.tasks, rows, options.methods):
@@ -281,11 +311,7 @@ def main() -> None:
             continue
         row = run(unit, options)
         rows.append(row)
-        with options.out.open("a") as file:  # one write, at the end of the file
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        print({k: v for k, v in row.items() if k != "losses"}, flush=True)
+        keep(row, options.out)
         ran += 1
         if ran == options.limit:
             return

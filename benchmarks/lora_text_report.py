@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 from _common import RESULTS, interval
-from lora_text import METHODS, SEEDS, best
+from lora_text import METHODS, SEEDS, best, kept
 
 from sharpness.plots import figure
 
@@ -186,14 +185,19 @@ def draw(frame: pd.DataFrame, path: Path) -> None:
         axes[0].legend()
 
 
-def main() -> None:
+def given(description: str | None, name: str) -> tuple[list[dict[str, Any]], argparse.Namespace]:
+    """Read the runs of a study, and where its figure and its tables go."""
     docs = RESULTS.parent.parent / "docs"
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, default=RESULTS / "lora_text.jsonl")
-    parser.add_argument("--figure", type=Path, default=docs / "images" / "lora_text.png")
-    parser.add_argument("--tables", type=Path, default=docs / "tables" / "lora_text.md")
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--runs", type=Path, default=RESULTS / f"{name}.jsonl")
+    parser.add_argument("--figure", type=Path, default=docs / "images" / f"{name}.png")
+    parser.add_argument("--tables", type=Path, default=docs / "tables" / f"{name}.md")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = [json.loads(line) for line in options.runs.read_text().splitlines()]
+    return kept(options.runs), options
+
+
+def main() -> None:
+    rows, options = given(__doc__, "lora_text")
     frame = pd.DataFrame(rows).drop(columns="losses")
     lines = [f"{len(rows)} runs, {frame.seconds.sum() / 3600:.1f} hours of training."]
     for task, title in NAMES.items():

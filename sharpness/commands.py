@@ -76,9 +76,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     from .study.plan import as_data, of_model, places
     from .study.run import measured, versions
 
-    search, own = (
-        cls(**{f.name: chosen.pop(f.name) for f in fields(cls) if f.name in chosen}) for cls in (Search, RunOptions)
-    )
+    search, own = Search(**_of(Search, chosen)), RunOptions(**_of(RunOptions, chosen))
     choice, passes = DataChoice(data, **chosen), {"micro_batch": own.micro_batch}
     for name in own.measure:
         checked_radii(measure_of(name), own.rho)
@@ -120,6 +118,11 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
                 plots.write_report(own.report, network, batches[0], results, written, **passes)
                 print(f"report: {own.report}")
     return 0
+
+
+def _of(kind: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of a class from the options."""
+    return {f.name: chosen.pop(f.name) for f in fields(kind) if f.name in chosen}
 
 
 def _print(result: SharpnessResult, guessing: float, *, verbose: bool) -> None:

@@ -155,7 +155,14 @@ def along(
         pairs = direction.given if canonical else direction.pairs
         if pairs and not all(b.module in set(model.modules()) for b in pairs[0].G):  # of the copy that was measured
             pairs = in_copy(pairs, pairs[0].model or model, model)
-        form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
+        trained = {p: p.requires_grad for p in parameters.values()}
+        try:  # the form depends on what is frozen, which may have changed since
+            for name, p in parameters.items():
+                p.requires_grad_(name in direction.tensors)
+            form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
+        finally:
+            for p, before in trained.items():
+                p.requires_grad_(before)
         base = {} if form is None else form.values
         with pointing_to(model, base):
             found, *_ = divide(model, measure, pairs, moving, form=form, only_some=canonical)

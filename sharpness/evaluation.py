@@ -358,8 +358,9 @@ class _Climb:
 
     def _show(self, rho: float, losses: list[float]) -> None:
         self.bar.update()
-        best = f"rho={rho:g}, best={max(losses):.4f} {blocks(losses[-20:], min(losses))}"
-        self.bar.set_postfix_str(best, refresh=False)
+        if not self.bar.disable:
+            best = f"rho={rho:g}, best={max(losses):.4f} {blocks(losses[-20:], min(losses))}"
+            self.bar.set_postfix_str(best, refresh=False)
 
 
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:

@@ -1,5 +1,7 @@
 """The value of a model and of its twin."""
 
+import functools
+
 import sharpness
 from sharpness import get_measure
 
@@ -8,5 +10,11 @@ def values(trained, measure="geodesic-inv", **options):
     """Value of the model and of its twin on the same orbit, with changes of the measure among the options."""
     model, twin, batch = trained
     changes = {k: options.pop(k) for k in list(options) if k in ("geodesic", "symmetry")}
-    options = {"measure": get_measure(measure, **changes), "rho": 0.1, "steps": 4, "relative_tol": 0, **options}
-    return tuple(float(sharpness.evaluate(m, [batch], **options)) for m in (model, twin))
+    options = {"rho": 0.1, "steps": 4, "relative_tol": 0, **options}
+    return tuple(_value(m, batch, get_measure(measure, **changes), **options) for m in (model, twin))
+
+
+@functools.cache
+def _value(model, batch, measure, **options):
+    """What several tests of one model ask for, which no test changes."""
+    return float(sharpness.evaluate(model, [batch], measure=measure, **options))

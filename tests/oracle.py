@@ -61,10 +61,9 @@ def euler_lagrange(name, n, x, u):
 
     xr, vr = to_real(x), to_real(u)
     momentum = torch.func.grad(energy, argnums=1)
-    mass = torch.func.jacrev(momentum, argnums=1)(xr, vr)
+    drift, mass = torch.func.jacrev(momentum, argnums=(0, 1))(xr, vr)
     force = torch.func.grad(energy, argnums=0)(xr, vr)
-    drift = torch.func.jvp(lambda q: momentum(q, vr), (xr,), (vr,))[1]
-    return from_real(torch.linalg.solve(mass, force - drift), x)
+    return from_real(torch.linalg.solve(mass, force - drift @ vr), x)
 
 
 def geodesic(name, n, x, u, rtol=1e-12):

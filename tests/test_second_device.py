@@ -75,7 +75,7 @@ def trained(make):
     def call(device):
         model, [batch] = text_model(device)
         optimiser, found = make(model), []
-        for _ in range(3):
+        for _ in range(2):
             loss = model(**{k: v.to(device) for k, v in batch.items()}).loss
             optimiser.zero_grad()
             loss.backward()
@@ -150,7 +150,7 @@ def at_the_weights(device):
 def derivatives(measure):
     def call(device):
         model, batches = picture_model(device)
-        found = sharpness.hessian(model, batches, measure=measure, num_matvecs=3, progress=False)
+        found = sharpness.hessian(model, batches, measure=measure, num_matvecs=2, progress=False)
         norm = sharpness.gradient_norm(model, batches, measure=measure, progress=False)
         return [float(found), found.trace, float(norm)]
 
@@ -160,8 +160,8 @@ def derivatives(measure):
 def along_the_worst(measure):
     def call(device):
         model, batches = picture_model(device)
-        result = sharpness.evaluate(model, batches, measure=measure, rho=0.05, steps=3, progress=False)
-        drawn = plots.plot_profile(model, batches[0], result.direction(0), points=5)
+        result = sharpness.evaluate(model, batches, measure=measure, rho=0.05, steps=2, progress=False)
+        drawn = plots.plot_profile(model, batches[0], result.direction(0), points=3)
         with sharpness.perturbed(model, result.direction(0)):
             moved = [float(p.detach().norm()) for p in model.parameters()]
         return [*drawn.axes[0].lines[-1].get_ydata(), *moved]
@@ -236,12 +236,12 @@ def points(device):
     options = {"progress": False, "loss_fn": lambda model, data: model(data)}
     found = [
         *(
-            float(sharpness.evaluate(model, batch, measure=m, steps=3, **options))
+            float(sharpness.evaluate(model, batch, measure=m, steps=2, **options))
             for m in ("geodesic-inv", "geodesic-mix")
         ),
         float(sharpness.evaluate(model, batch, statistic="average", num_samples=2, **options)),
         float(sharpness.gradient_norm(model, batch, **options)),
-        float(sharpness.hessian(model, batch, num_matvecs=3, **options)),
+        float(sharpness.hessian(model, batch, num_matvecs=2, **options)),
     ]
     optimiser = sharpness.GeodesicSAM(model, geoopt.optim.RiemannianSGD(model.parameters(), lr=0.1), rho=0.05)
 
@@ -282,7 +282,7 @@ def sharpness_aware(device):
         loss.backward()
         return loss
 
-    return [float(optimiser.step(closure).detach()) for _ in range(3)]
+    return [float(optimiser.step(closure).detach()) for _ in range(2)]
 
 
 CALLS = {

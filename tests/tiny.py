@@ -28,7 +28,7 @@ _RULES = [(re.compile(pattern), value) for pattern, value in (
     (r"image_size|img_size|input_size$|crop_size", 32),
     (r"patch_size$", 8),
     (r"num_(queries|query|latents|labels|proposals)|query_length|n_latents", 6),
-    (r"intermediate|ffn|d_ff|feedforward|mlp_dim|inner|ff_dim|d_mlp", 32),
+    (r"intermediate|ffn|d_ff|dim_ff|feedforward|mlp_dim|inner|ff_dim|d_mlp", 32),
     (r"(hidden|embed|embedding|model|width|projection|channels|features?|proj)(_(dim|size|features|channels))?s?$", 32),
     (r"(^|_)(dim|rank|size|channels|width|state)s?$", 32),
     (r"lora_rank", 16),
@@ -122,7 +122,8 @@ OWN = {
     "diffusion_gemma_text": {"num_experts": 4, "moe_intermediate_size": 16, "top_k_experts": 2},
     "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "hunyuan_vl_text": {"head_dim": 8},
     "ministral": {"head_dim": 8}, "kyutai_speech_to_text": {"audio_pad_token_id": 0},
-    "granitemoehybrid": _STATES, "falcon_h1": _STATES, "parakeet_encoder": {"num_key_value_heads": 4},
+    "granitemoehybrid": _STATES, "falcon_h1": _STATES,
+    "parakeet_encoder": {"num_key_value_heads": 4, "subsampling_conv_channels": 32},
     "audio-spectrogram-transformer": {"max_length": 64},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
 }  # fmt: skip

@@ -115,7 +115,7 @@ def judge_measure(model, batch, pairs, measure):
         for _ in range(2):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                result = sharpness.evaluate(model, [batch], loss, measure=measure, rho=0.05, steps=3, progress=False)
+                result = sharpness.evaluate(model, [batch], loss, measure=measure, rho=0.05, steps=2, progress=False)
             values.append(float(result[0.05]))
             moved_(pairs)
     except Exception as error:

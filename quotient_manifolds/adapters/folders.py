@@ -87,9 +87,7 @@ class Adapter:
         names = parameters(layer, self.config) or [module_of(layer)]
         (r, alpha), *more = {(look_up(name, "rank", "r"), look_up(name, "alpha", "lora_alpha")) for name in names}
         if more or not (isinstance(r, int) and r > 0 and isinstance(alpha, int | float)):
-            raise ValueError(
-                f"{self.place}: {layer} needs one rank above 0 and one alpha, got {(r, alpha)} {more or ''}"
-            )
+            raise ValueError(f"{self.place}: {layer} needs one rank above 0 and one alpha, got {[(r, alpha), *more]}")
         return r, alpha / (r**0.5 if self.config.get("use_rslora") else r)
 
     def factors(self, layer: str) -> tuple[Tensor, Tensor]:
@@ -98,9 +96,7 @@ class Adapter:
         (r, scale), rows = self.rank_and_scale(layer), len(A)
         fits = rows == r or (rows % r == 0 and parameters(layer, self.config))
         if A.dim() < 2 or B.dim() < 2 or rows != B.shape[1] or not fits:
-            raise ValueError(
-                f"{self.place}: {layer} has factors {[*A.shape]} and {[*B.shape]}, but should have rank {r}"
-            )
+            raise ValueError(f"{self.place}: {layer} has factors {[*A.shape]} and {[*B.shape]}, not of rank {r}")
         G, H = scale * in_double(B).reshape(len(B), r, -1), in_double(A).reshape(-1, r, A[0].numel())
         if not bool(G.isfinite().all() and H.isfinite().all()):
             raise ValueError(f"{self.place}: the factors of {layer} have NaN or infinite entries")

@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -192,9 +193,10 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
     both = [read(one), read(other)]
     found: dict[str, Any] = {"layers": {}, "differs": {}}
     for layer in _layers(both):
-        parts = _factors(both, layer)
-        values = [product_svd(*part)[1] for part in parts]
-        apart = product_svd(*signed_sum(parts, [1, -1]))[1].norm()
+        with _named(layer):
+            parts = _factors(both, layer)
+            values = [product_svd(*part)[1] for part in parts]
+            apart = product_svd(*signed_sum(parts, [1, -1]))[1].norm()
         norms = [float(v.norm()) for v in values]
         found["layers"][module_of(layer)] = {
             "rank": [int(present(v).sum(-1).max()) for v in values],
@@ -218,13 +220,11 @@ def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iter
     biased = any(p.config.get("lora_bias") for p in parents)
     for layer in _layers(parents):
         holders = [p for p in parents if layer in p.layers]
-        parts, first = _factors(parents, layer), holders[0]
-        try:
-            # The experts of a module share a rank with its other parameters, which the file does not name.
-            G, H = how.factors(parts, whole=bool(parameters(layer, first.config)))
-        except (ValueError, ArithmeticError) as error:
-            error.args = (f"{module_of(layer)}: {error}", *error.args[1:])
-            raise
+        first = holders[0]
+        # The experts of a module share a rank with its other parameters, which the file does not name.
+        whole = bool(parameters(layer, first.config))
+        with _named(layer):
+            G, H = how.factors(_factors(parents, layer), whole)
         ranks[layer] = G.shape[-1]
         dtype = reduce(torch.promote_types, [p.tensor(p.layers[layer]["A"]).dtype for p in holders])
         yield from first.packed(layer, G, H, dtype).items()
@@ -243,9 +243,7 @@ def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
     """Return the mean of what is no product, over the adapters that have it."""
     shapes = {str(p.place): tuple(p.tensor(key).shape) for p, _ in own}
     if len(set(shapes.values())) != 1:
-        raise ValueError(
-            f"{key} is no product: it is averaged over adapters of weight above 0, and has shapes {shapes}"
-        )
+        raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
     total = sum(w for _, w in own)
     mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, w in own))
     dtype = reduce(torch.promote_types, [p.tensor(key).dtype for p, _ in own])
@@ -256,14 +254,22 @@ def _layers(parents: Iterable[Adapter]) -> list[str]:
     return sorted({layer for p in parents for layer in p.layers})
 
 
+@contextmanager
+def _named(layer: str) -> Iterator[None]:
+    """Let errors begin with the path of the layer."""
+    try:
+        yield
+    except (ValueError, ArithmeticError) as error:
+        error.args = (f"{module_of(layer)}: {error}", *error.args[1:])
+        raise
+
+
 def _factors(parents: list[Adapter], layer: str) -> list[Factors]:
     """Read s B and Aᵀ of a layer from each adapter, of rank 0 if it lacks the layer; raise if widths differ."""
     found = {i: p.factors(layer) for i, p in enumerate(parents) if layer in p.layers}
     shapes = [(len(G), G.shape[-2], H.shape[-2]) for G, H in found.values()]
     if len(set(shapes)) > 1:
-        raise ValueError(
-            f"{module_of(layer)} has experts, outputs and inputs {shapes} in {[str(parents[i].place) for i in found]}"
-        )
+        raise ValueError(f"experts, outputs and inputs are {shapes} in {[str(parents[i].place) for i in found]}")
     G, H = next(iter(found.values()))
     return [found.get(i, (G[..., :0], H[..., :0])) for i in range(len(parents))]
 

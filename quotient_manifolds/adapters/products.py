@@ -72,11 +72,12 @@ class Method:
 
     def factors(self, parts: Sequence[Factors], whole: bool) -> Factors:
         """Return balanced factors of the merged product; with ``whole`` their rank does not depend on it."""
+        total = sum(G.shape[-1] for G, _ in parts)
         if self.name in MANIFOLDS:
             G, H = _quotient_mean(self.name, parts, self.weights)
         else:
             G, H = signed_sum(parts, self.weights) if self.name == "sum" else self._of_entries(parts)
-        total = sum(G.shape[-1] for G, _ in parts)
+        del parts  # as large as what follows
         return balanced(G, H, min(self.rank or total, total), self.energy or 1.0, whole or self.energy is None)
 
     def array(self, arrays: Sequence[Tensor]) -> Tensor:

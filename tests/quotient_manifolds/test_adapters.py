@@ -119,7 +119,7 @@ def test_the_merge_is_the_signed_sum_of_products(kind, tmp_path):
 
 def factors(folder):
     t = load_file(folder / "adapter_model.safetensors")
-    of = {k.rpartition(".lora_")[0] for k in t if "lora_" in k}
+    of = sorted({k.rpartition(".lora_")[0] for k in t if "lora_" in k})
     name = {layer: [k for k in t if k.startswith(f"{layer}.lora_") and "bias" not in k] for layer in of}
     return {layer: [t[k].flatten(1) for k in sorted(keys)] for layer, keys in name.items()}
 
@@ -373,9 +373,9 @@ def test_what_is_no_product_and_has_no_mean_is_named(tmp_path):
         (
             [head, plain],
             [-1, 1],
-            r"head\.0\.bias is no product: it is averaged over adapters of weight above 0, and has shapes {}",
+            r"head\.0\.bias is no product: adapters of weight above 0 have no mean of the shapes {}",
         ),
-        ([head, larger], None, r"head\.0\.bias .* has shapes {'.*h': \(4,\), '.*l': \(8,\)}"),
+        ([head, larger], None, r"head\.0\.bias .* the shapes {'.*h': \(4,\), '.*l': \(8,\)}"),
         ([dora, plain], None, "DoRA divides by the norm"),
         ([dora, dora], [1, 1], "DoRA divides by the norm"),
     ):
@@ -401,7 +401,7 @@ def test_balance(tmp_path):
     A, B = (t.double() for t in factors(tmp_path / "new")["base_model.model.two"])
     assert A.shape[0] == B.shape[1] == 2
     assert not B.any()
-    assert torch.allclose(A @ A.mT, torch.eye(2) / A.shape[1], atol=1e-6), "an adapter that is new can be trained"
+    assert torch.allclose(A @ A.mT, torch.eye(2).to(A) / A.shape[1], atol=1e-6), "an adapter that is new can be trained"
     merge([one, one], tmp_path / "twice", energy=None)
     assert [len(A) for A, _ in factors(tmp_path / "twice").values()] == [6, 4]
     assert near(dense(tmp_path / "twice"), dense(one), 1e-6)
@@ -502,10 +502,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
         "was initialised by pissa_niter_4, which replaces": changed(
             one, tmp_path / "pissa", init_lora_weights="pissa_niter_4"
         ),
-        r"one has factors \[3, 12\] and \[20, 3\], but should have rank 4": changed(one, tmp_path / "r", r=4),
-        r"one needs one rank above 0 and one alpha, got \(0, 8\)": changed(one, tmp_path / "r0", r=0),
-        r"one needs one rank above 0 and one alpha, got \(None, 8\)": changed(one, tmp_path / "none", r=None),
-        r"one alpha, got \(3, 'x'\)": changed(one, tmp_path / "alpha", lora_alpha="x"),
+        r"one has factors \[3, 12\] and \[20, 3\], not of rank 4": changed(one, tmp_path / "r", r=4),
+        r"one needs one rank above 0 and one alpha, got \[\(0, 8\)\]": changed(one, tmp_path / "r0", r=0),
+        r"one needs one rank above 0 and one alpha, got \[\(None, 8\)\]": changed(one, tmp_path / "none", r=None),
+        r"one alpha, got \[\(3, 'x'\)\]": changed(one, tmp_path / "alpha", lora_alpha="x"),
         "inf has NaN or infinite entries|factors of .*one have NaN or infinite": changed(
             one, tmp_path / "inf", lora_alpha=float("inf")
         ),
@@ -519,6 +519,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
     for message, folder in cases.items():
         with pytest.raises((ValueError, OSError), match=message):
             merge([one, folder], tmp_path / "out")
+    experts = saved(tmp_path / "experts", **KINDS["experts"][0])
+    experts = changed(experts, tmp_path / "apart", alpha_pattern={"experts.up": 3})
+    with pytest.raises(ValueError, match=r"experts.* one alpha, got \[\(2, [36]\), \(2, [36]\)\]"):
+        balance(experts, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -587,7 +591,7 @@ def test_what_cannot_be_merged_is_named(tmp_path):
     half, head = saved(tmp_path / "half", dtype=torch.float16), saved(tmp_path / "head", modules_to_save=["head"])
     head = changed(head, tmp_path / "bad", lambda k, t: t * torch.nan if "head" in k else t)
     for more, message in (
-        ({"adapters": [one, narrow]}, r"one has experts, outputs and inputs \[\(1, 20, 12\), \(1, 20, 7\)\] in"),
+        ({"adapters": [one, narrow]}, r"one: experts, outputs and inputs are \[\(1, 20, 12\), \(1, 20, 7\)\] in"),
         ({"adapters": [one, tokens]}, "differ in trainable_token_indices"),
         ({"adapters": []}, "0 adapters need as many weights"),
         ({"weights": [1, 2]}, "1 adapters need as many weights, finite"),

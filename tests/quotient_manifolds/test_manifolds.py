@@ -220,8 +220,8 @@ def test_inside_a_product_manifold():
 
 def low_rank_problem():
     generator = torch.Generator().manual_seed(7)
-    target = torch.randn(8, 2, generator=generator) @ torch.randn(2, 6, generator=generator)
-    target = target / torch.linalg.matrix_norm(target, 2)
+    left, right = (torch.linalg.qr(torch.randn(rows, 2, generator=generator)).Q for rows in (8, 6))
+    target = left @ torch.diag(torch.tensor([1.0, 0.7])) @ right.T
     start = torch.randn(14, 2, generator=generator) / 2
     return target, start
 

@@ -346,11 +346,12 @@ def test_data_that_cannot_be_read_is_said_once(place, capsys):
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert all("bad.tsv is not UTF-8; convert the file" in line for line in lines)
-    assert len(lines) == 1  # not by the fit, and two measures with two settings each
+    assert len(lines) == 1  # not by the fit, and four measures
     assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
     assert cli.main(["table", "bad"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"failed: net0.pt (fit, adaptive, euclidean): {lines[0].removeprefix('sharpness: net0.pt: ')}"
+    measures = ", ".join(config["measures"])
+    assert said[0] == f"failed: net0.pt (fit, {measures}): {lines[0].removeprefix('sharpness: net0.pt: ')}"
     torch.save(picture_network().state_dict(), "pictures.pt")
     config |= {"checkpoints": [{"path": "pictures.pt", "model": "tests.pictures:picture_network"}], "data": "empty"}
     (place / "empty" / "cat").mkdir(parents=True)

@@ -52,7 +52,8 @@ METRICS = pytest.mark.parametrize("metric", ["inv", "mix"])
 
 
 def outputs(model, batch):
-    found = model(**batch) if isinstance(batch, dict) else model(batch)
+    with Wide():
+        found = model(**batch) if isinstance(batch, dict) else model(batch)
     found = found.values() if isinstance(found, dict) else found if isinstance(found, tuple) else [found]
     return next(t for t in found if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 1)
 
@@ -76,25 +77,24 @@ def test_same_function_same_sharpness_and_back_bit_for_bit(name):
     model, batch = made(name)
     twin = copy.deepcopy(model)
     before, parameters = state(twin), dict(twin.named_parameters())
-    with Wide():
-        expected = outputs(model, batch)
-        points = manifold_parameters_(twin, "inv")
-        assert all(isinstance(p, geoopt.ManifoldParameter) and p.manifold.metric.name == "inv" for p in points)
-        assert sum(len(p) for p in points) == sum(p.group is not None for p in find_symmetric_pairs(model))
-        torch.testing.assert_close(outputs(twin, batch), expected, rtol=1e-12, atol=1e-14)
-        one, two = (
-            sharpness.evaluate(m, [batch], loss, rho=0.1, steps=4, restarts=1, progress=False) for m in (model, twin)
-        )
+    expected = outputs(model, batch)
+    points = manifold_parameters_(twin, "inv")
+    assert all(isinstance(p, geoopt.ManifoldParameter) and p.manifold.metric.name == "inv" for p in points)
+    assert sum(len(p) for p in points) == sum(p.group is not None for p in find_symmetric_pairs(model))
+    torch.testing.assert_close(outputs(twin, batch), expected, rtol=1e-12, atol=1e-14)
+    one, two = (
+        sharpness.evaluate(m, [batch], loss, rho=0.1, steps=4, restarts=1, progress=False) for m in (model, twin)
+    )
+    assert float(two) == pytest.approx(float(one), rel=1e-8)
+    assert [s[:3] for s in two.by_layer()] == [s[:3] for s in one.by_layer()]
+    for a, b in zip(one.by_layer(), two.by_layer(), strict=True):
+        assert a.share == pytest.approx(b.share, abs=1e-8)
+    if name in ("torch", "llama"):
+        one, two = (sharpness.gradient_norm(m, [batch], loss, progress=False) for m in (model, twin))
         assert float(two) == pytest.approx(float(one), rel=1e-8)
-        assert [s[:3] for s in two.by_layer()] == [s[:3] for s in one.by_layer()]
-        for a, b in zip(one.by_layer(), two.by_layer(), strict=True):
-            assert a.share == pytest.approx(b.share, abs=1e-8)
-        if name in ("torch", "llama"):
-            one, two = (sharpness.gradient_norm(m, [batch], loss, progress=False) for m in (model, twin))
-            assert float(two) == pytest.approx(float(one), rel=1e-8)
-        if name == "torch":
-            one, two = (sharpness.hessian(m, [batch], loss, num_matvecs=3, progress=False) for m in (model, twin))
-            assert float(two) == pytest.approx(float(one), rel=1e-8)
+    if name == "torch":
+        one, two = (sharpness.hessian(m, [batch], loss, num_matvecs=3, progress=False) for m in (model, twin))
+        assert float(two) == pytest.approx(float(one), rel=1e-8)
     plain_parameters_(twin)
     after = twin.state_dict()
     assert list(after) == list(before)
@@ -143,14 +143,13 @@ def test_riemannian_sgd_runs_alike_from_equivalent_starts(name, metric):
         if "points" in kind:
             manifold_parameters_(twin, metric)
         optimizer = geoopt.optim.RiemannianSGD(twin.parameters(), lr=0.02)
-        with Wide():
-            start = loss(twin, batch).item()
-            for _ in range(10):
-                optimizer.zero_grad()
-                loss(twin, batch).backward()
-                optimizer.step()
-            ends[kind] = outputs(twin, batch).detach()
-            assert loss(twin, batch).item() < start
+        start = loss(twin, batch).item()
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss(twin, batch).backward()
+            optimizer.step()
+        ends[kind] = outputs(twin, batch).detach()
+        assert loss(twin, batch).item() < start
     scale = ends["points"].abs().max()
     assert (ends["points"] - ends["moved points"]).abs().max() < 1e-8 * scale
     assert (ends["plain"] - ends["moved plain"]).abs().max() > 1e-6 * scale
@@ -170,11 +169,10 @@ def test_other_optimisers_of_geoopt(name, optimiser):
         value.backward()
         return value
 
-    with Wide():
-        start = loss(model, batch).item()
-        for _ in range(5):
-            optimizer.step(closure)
-        assert loss(model, batch).item() < start
+    start = loss(model, batch).item()
+    for _ in range(5):
+        optimizer.step(closure)
+    assert loss(model, batch).item() < start
 
 
 @pytest.mark.parametrize(
