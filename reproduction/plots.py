@@ -279,7 +279,8 @@ def plot_partial(
             row[0].set_ylabel(TARGETS[target] if len(known) > 1 else "")
         drawn.supxlabel(
             f"Kendall τ with the {' or the '.join(known).replace('-', ' ')}, given {controls_in_words(given)}\n"
-            "blue: correlated, −; orange: correlated, +; grey: negligible or unresolved; circles: τ < 0, squares: τ > 0",
+            "blue: correlated, −; orange: correlated, +; grey: negligible or unresolved; "
+            "circles: τ < 0, squares: τ > 0",
             fontsize="medium",
         )
 
