@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from types import MethodType
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -282,6 +283,8 @@ def running_copy(
     twin = copied(model)
     if dtype == torch.float64 and not all(has_double(p.device.type) for p in model.parameters()):
         twin, batch = twin.cpu(), to_device(batch, torch.device("cpu"))
+    if dtype == torch.float64:
+        _dequantize_4bit_(twin)
     twin = twin.double() if dtype == torch.float64 else twin.float()
     for p in twin.parameters():
         if p.is_complex():  # points, which no such method of a module reaches
@@ -296,6 +299,16 @@ def running_copy(
 
     with preserve_model_state(twin):
         yield twin, run
+
+
+@torch.no_grad()
+def _dequantize_4bit_(model: nn.Module) -> None:
+    """Let 4-bit layers of bitsandbytes compute in float64, for which they return unwritten memory on a CPU."""
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "compute_type_is_set")]
+    for layer in layers:
+        units = torch.eye(layer.in_features, device=layer.weight.device)
+        weight = (layer(units) - layer(0 * units)).mT.double()
+        layer.forward = MethodType(lambda own, x, weight=weight: nn.functional.linear(x, weight, own.bias), layer)
 
 
 class Wide(TorchFunctionMode):
