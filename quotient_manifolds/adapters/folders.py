@@ -183,8 +183,9 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {out.parent} for {out.name!r}; create it first")
     begun = f".{out.name}.quotient-lora-"
-    for stale in out.parent.glob(f"{glob.escape(begun)}*"):  # of a command that was killed
-        shutil.rmtree(stale, ignore_errors=True)
+    for stale in out.parent.glob(f"{glob.escape(begun)}*/new"):  # of a command that was killed
+        if os.listdir(stale.parent) == ["new"]:
+            shutil.rmtree(stale.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=begun, dir=out.parent) as place:
         folder = Path(place) / "new"
         folder.mkdir()

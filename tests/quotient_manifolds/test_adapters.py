@@ -643,8 +643,10 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_command_leaves_goes_with_the_next(tmp_path):
-    one, out, kept = saved(tmp_path / "one"), tmp_path / "out[1]", {tmp_path / "one", tmp_path / ".out[1]-mine"}
-    (tmp_path / ".out[1]-mine").mkdir()
+    one, out, mine = saved(tmp_path / "one"), tmp_path / "out[1]", tmp_path / ".out[1].quotient-lora-mine"
+    kept = {tmp_path / "one", mine}
+    (mine / "new").mkdir(parents=True)
+    (mine / "notes.txt").touch()
     code = f"""
 import os, signal
 from quotient_manifolds.adapters import merge, merging
