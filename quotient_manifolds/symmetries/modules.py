@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MethodType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from .._geoopt import ManifoldParameter
 from ..linalg import at_least_float32, has_double
 
-F = TypeVar("F", bound=Callable[..., Any])
 #: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 #: What passes a batch through a model, and what passes its own batch, perhaps changed, and returns the outputs.
@@ -66,27 +65,6 @@ def plain_class(module: nn.Module) -> type:
     """Return a module's class, as it was before FSDP2 or a parametrisation replaced it by a subclass."""
     cls = type(module)
     return cls.__mro__[1 if parametrize.is_parametrized(module) else getattr(cls, "_orig_cls_mro_index", 0)]
-
-
-class ByClass(dict[str, F]):
-    """Functions for modules of exactly some classes, by their qualified names."""
-
-    def register(self, *classes: type | str) -> Callable[[F], F]:
-        """Return a decorator that registers a function for the classes."""
-
-        def decorate(function: F) -> F:
-            self.update((c if isinstance(c, str) else _qualified(c), function) for c in classes)
-            return function
-
-        return decorate
-
-    def of(self, module: nn.Module) -> F | None:
-        """Look up the function for the exact class of a module."""
-        return self.get(_qualified(plain_class(module)))
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class _FastPath:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .attention import Heads
 from .blocks import PLANES
 from .lora import is_lora
-from .modules import ByClass, is_sharded, plain_names, tensors
+from .modules import is_sharded, plain_class, plain_names, tensors
 from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
 from .roles import possible_heads, proposals, roles_of
 
+F = TypeVar("F", bound=Callable[..., Any])
 #: Functions whose call makes a module an attention layer, if no handler covers it.
 _ATTENTION_CALLS = {
     "scaled_dot_product_attention",
@@ -35,6 +36,29 @@ _ATTENTION_CALLS = {
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
 #: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
 _WEIGHT, _SCORE = 1, 2
+
+
+class ByClass(dict[str, F]):
+    """Functions for modules of exactly some classes, by their qualified names."""
+
+    def register(self, *classes: type | str) -> Callable[[F], F]:
+        """Return a decorator that registers a function for the classes."""
+
+        def decorate(function: F) -> F:
+            self.update((c if isinstance(c, str) else _qualified(c), function) for c in classes)
+            return function
+
+        return decorate
+
+    def of(self, module: nn.Module) -> F | None:
+        """Look up the function for the exact class of a module."""
+        return self.get(_qualified(plain_class(module)))
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
 

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
 from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.modules import ByClass
+from quotient_manifolds.symmetries.registry import ByClass
 from sharpness import evaluation
 from tests import networks
 from tests.extent import EXHAUSTIVE

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ...linalg import in_double
 from ..blocks import GL, Block
-from ..modules import ByClass, plain_class
+from ..modules import plain_class
 from ..pairs import SymmetricPair, merged, usable
+from ..registry import ByClass
 
 
 class State(dict[Tensor, Tensor]):

@@ -14,8 +14,8 @@ from quotient_manifolds.symmetries import (
     registry,
     verify,
 )
-from quotient_manifolds.symmetries.modules import ByClass, Wide, widened
-from quotient_manifolds.symmetries.registry import candidates
+from quotient_manifolds.symmetries.modules import Wide, widened
+from quotient_manifolds.symmetries.registry import ByClass, candidates
 from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, possible_heads, proposals, roles_of
 
 from ... import networks, zoo

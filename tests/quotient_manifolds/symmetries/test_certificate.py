@@ -24,8 +24,8 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.certificate import broken, change, move_
-from quotient_manifolds.symmetries.modules import ByClass
 from quotient_manifolds.symmetries.pairs import CHANGES
+from quotient_manifolds.symmetries.registry import ByClass
 from tests import networks
 from tests.architectures import IDS, transformers_model
 from tests.points import close

@@ -28,9 +28,8 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.modules import ByClass
 from quotient_manifolds.symmetries.pairs import CHANGES
-from quotient_manifolds.symmetries.registry import _HANDLERS
+from quotient_manifolds.symmetries.registry import _HANDLERS, ByClass
 from quotient_manifolds.symmetries.stacks import PairList
 
 from ... import networks

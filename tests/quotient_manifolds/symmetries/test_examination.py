@@ -23,8 +23,9 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
-from quotient_manifolds.symmetries.modules import ByClass, Wide, default_forward, record, tensors
+from quotient_manifolds.symmetries.modules import Wide, default_forward, record, tensors
 from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED, merged
+from quotient_manifolds.symmetries.registry import ByClass
 from quotient_manifolds.symmetries.roles import proposals, roles_of
 
 from ... import architectures, networks, zoo
