@@ -166,7 +166,7 @@ def costs(frame: pd.DataFrame) -> Iterator[str]:
     shown = [m for m in SHOWN if (own.method == m).any()]
     medians = own.groupby(["method", "rank"]).optimizer_ms.median()
     body = [[m, *(f"{medians[m, r]:.0f}" if (m, r) in medians else "" for r in RANKS)] for m in shown]
-    yield from table(["the optimiser's step alone, ms", *(f"rank {r}" for r in RANKS)], body)
+    yield from table(["only the optimiser's step, ms", *(f"rank {r}" for r in RANKS)], body)
 
 
 def draw(frame: pd.DataFrame, path: Path) -> None:
