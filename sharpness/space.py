@@ -265,6 +265,9 @@ class WeightSpace:
                 if g is not None:  # it may share memory and must not be written to
                     g = g.to_dense() if g.is_sparse else g
                     total[p] = total[p] + g if p in total else g
+            # Every batch is differentiated at the base point first, so the graph is read there alone.
+            if self._at is None and len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
+                raise ValueError("checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False")
             del loss, gradients
         if not total:
             raise ValueError(
@@ -306,3 +309,14 @@ class WeightSpace:
                 for p in last:
                     gradient.pop(p, None)
         return out
+
+
+def _operations(loss: Tensor) -> set[str]:
+    """Return the names of the operations in the graph behind a loss."""
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:
+        behind = {n for n, _ in node.next_functions} - seen
+        seen |= behind
+        nodes.extend(behind)
+    return {node.name() for node in nodes}
