@@ -30,7 +30,7 @@ IMAGES = RESULTS.parent.parent / "docs" / "images"
 #: What a measurement does, from left to right.
 STEPS = {
     "model": "and batches", "pairs": "$GH^T$: heads, adapters;\nverified by the gradient",
-    "quotient": "all $(GA, HA^{-T})$\nare one point", "search": "worst loss\nwithin distance ρ",
+    "quotient": "all $(GA^{-1}, HA^T)$\nare one point", "search": "worst loss\nwithin distance ρ",
     "result": "sharpness ± error;\nlayers, heads",
 }  # fmt: skip
 

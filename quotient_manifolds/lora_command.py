@@ -1,4 +1,4 @@
-"""The command quotient-lora: merge LoRA adapters, resize, balance or compare them, as files.
+"""Merge LoRA adapters, resize, balance or compare them, as files.
 
 in a shell:
   quotient-lora merge one two --weights 0.7 0.3 --rank 16 --out merged
@@ -19,13 +19,13 @@ from typing import Any
 
 #: The commands, with what they ask for and do.
 _COMMANDS = {
-    "merge": ("adapters", "Write one adapter that stands for a weighted sum, or a mean, of several."),
-    "resize": ("adapter", "Write an adapter of smaller rank whose products are the nearest to the given ones."),
-    "balance": ("adapter", "Write an adapter with the same products, whose factors have equal size."),
+    "merge": ("adapters", "Write one adapter: a weighted sum, or a mean, of the products of several."),
+    "resize": ("adapter", "Write an adapter of smaller rank, with the nearest products."),
+    "balance": ("adapter", "Write an adapter with the same products, and factors of equal size."),
     "compare": ("one other", "Print the ranks, norms and distance of two adapters, layer by layer."),
 }
 
-_METHODS = "a weighted sum (the default), TIES or DARE of the products, or their mean in a metric of the quotient"
+_METHODS = "A weighted sum (the default), TIES or DARE of the products, or their mean in a metric of the quotient."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,29 +57,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True, dest="command")
     for name, (adapters, purpose) in _COMMANDS.items():
-        own = commands.add_parser(name, description=purpose)
+        needed = f"{adapters.upper()}{' ...' * (name == 'merge')}{' --out OUT' * (name != 'compare')}"
+        own = commands.add_parser(name, help=purpose, description=purpose, usage=f"%(prog)s {needed} [OPTIONS]")
         for adapter in adapters.split():
-            own.add_argument(adapter, nargs="+" if name == "merge" else None, help="folder or safetensors file")
+            own.add_argument(adapter, nargs="+" if name == "merge" else None, help="Folder, or safetensors file.")
         if name == "compare":
-            own.add_argument("--json", action="store_true", help="print all, with the singular values, as JSON")
+            own.add_argument("--json", action="store_true", help="Print all, with the singular values, as JSON.")
             continue
-        own.add_argument("--out", required=True, help="folder to create")
+        own.add_argument("--out", required=True, help="Folder to create.")
         if name != "balance":
-            own.add_argument("--rank", type=int, help="largest rank of a layer")
-            own.add_argument("--energy", type=float, default=1.0, help="share of the squared singular values to keep")
+            own.add_argument("--rank", type=int, help="Largest rank of a layer.")
+            own.add_argument("--energy", type=float, default=1.0, help="Share of the squared singular values to keep.")
         if name == "merge":
-            own.add_argument("--weights", nargs="+", type=float, help="one for each adapter (default: a mean)")
+            own.add_argument("--weights", nargs="+", type=float, help="One for each adapter. (default: a mean)")
             own.add_argument("--method", choices=("sum", "ties", "dare", "inv", "mix"), default="sum", help=_METHODS)
-            own.add_argument("--space", choices=("core", "knots"), default="core", help="coordinates of TIES and DARE")
-            own.add_argument("--density", type=float, default=0.5, help="share of entries that TIES and DARE keep")
-            own.add_argument("--seed", type=int, default=0, help="seed of the entries that DARE drops")
+            own.add_argument("--space", choices=("core", "knots"), default="core", help="Coordinates of TIES and DARE.")
+            own.add_argument("--density", type=float, default=0.5, help="Share of entries that TIES and DARE keep.")
+            own.add_argument("--seed", type=int, default=0, help="Seed of the entries that DARE drops.")
     return top
 
 
 def _table(found: dict[str, Any]) -> str:
     width = max(len(name) for name in found["layers"])
-    lines = [f"{'layer':<{width}}  {'ranks':<9} {'norms':<21} distance"]
+    lines = [f"{'layer':<{width}}  {'ranks':<9}  {'norms':<19}  relative distance"]
     for name, at in found["layers"].items():
         (a, b), (x, y) = at["rank"], at["norm"]
-        lines.append(f"{name:<{width}}  {a:>4} {b:>4} {x:>10.4g} {y:>10.4g} {at['distance']:.2e}")
+        lines.append(f"{name:<{width}}  {a:>3} / {b:<3}  {x:>8.4g} / {y:<8.4g}  {at['distance']:.2g}")
     return "\n".join(lines + [f"differs: {name}, {a} and {b}" for name, (a, b) in found["differs"].items()])

@@ -173,12 +173,12 @@ def vector_lengths(
     """Return the lengths of the vectors that a parameter's entries belong to, for every parameter, broadcastable.
 
     Vectors are: a neuron's row with its bias; a column of a layer that writes to the stream or reads rectified neurons;
-    the bias of such a layer; and a row of an embedding or of any other table. What a pair's group moves is no part of
-    the other vectors: a bias beside weights of ``pairs`` is a vector of its own. ``read`` returns the values of a
-    parameter.
+    the bias of such a layer; and a row of an embedding or of any other table. What a pair's group moves, frozen or not,
+    is no part of the other vectors: a bias beside weights of ``pairs`` is a vector of its own. ``read`` returns the
+    values of a parameter.
     """
     wiring = Wiring() if wiring is None else wiring
-    moved = masks(b for pair in pairs if pair.group is not None for b in pair.G + pair.H)
+    moved = masks(b for pair in pairs if pair.group is not None or pair.frozen for b in pair.G + pair.H)
 
     def inside(p: Tensor) -> Tensor:
         return moved[p] if p in moved else torch.zeros(p.shape, dtype=torch.bool, device=p.device)

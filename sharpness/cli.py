@@ -1,7 +1,7 @@
 """Measure the sharpness of transformers: by how much the loss can rise within a ball around the weights.
 
-By default, attention heads with other factors of the same products get the same value;
-with complete-inv, all weights that a known symmetry leads to do.
+geodesic-inv, the default measure, does not depend on the factors of attention heads;
+complete-inv does not depend on any known symmetry of the weights.
 
 in a shell:
   sharpness demo
@@ -10,7 +10,7 @@ in a shell:
 
 exit codes:
   0    everything was done
-  1    a checkpoint of a sweep failed, what was verified is no symmetry, or two models are not one function
+  1    a checkpoint of a sweep failed, --verify found a pair that is no symmetry, or two models are not one function
   2    the command was refused; one line on standard error says why
   130  interrupted
 """

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
     """Train a small vision transformer on scanned digits and measure its sharpness.
 
-    Train a small vision transformer on scikit-learn's scanned digits, measure its
-    sharpness by four measures, and measure ten other networks that compute the same
-    function, each moved along one kind of symmetry. Prints a table, and saves a
-    picture with the numbers beside it. Takes less than two minutes.
+    Train a small vision transformer on scikit-learn's scanned digits. Measure it, and ten
+    networks with the same outputs, by four measures. Print a table, and save a picture
+    with the numbers beside it. This takes less than two minutes.
 
     in a shell:
       sharpness demo --out sharpness-demo.png
@@ -52,8 +51,8 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     """Measure the sharpness of a model on data.
 
     Measure by how much the loss of a model on data can rise within a ball around its
-    weights. `torchrun --nproc-per-node N -m sharpness run ...` spreads the work over
-    N processes, with the same result.
+    weights. To spread the work over N processes, with the same result, type
+    `torchrun --nproc-per-node N -m sharpness run ...`.
 
     in a shell:
       sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512 --out result.json
@@ -65,9 +64,9 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     model
         A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
     data
-        Images: a folder of class folders; text: a .tsv, .csv, .jsonl or .parquet table; a folder saved by datasets
-        (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of transformers; or
-        module:function, a function of yours that returns batches.
+        One of: a folder of class folders of images; a .tsv, .csv, .jsonl or .parquet table of texts; a folder saved by
+        datasets (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of
+        transformers; module:function, a function of yours that returns batches.
     """
     from . import losses, models, plots
     from .distributed import World, torchrun
@@ -156,8 +155,9 @@ def compare(
 ) -> int:
     """Print the distance of two models, modulo symmetries.
 
-    Print how far two models of one architecture lie apart, modulo the symmetry of every
-    attention head and of LoRA, or all symmetries: in all, and for every layer.
+    Print the distance of two models of one architecture, in all and for every layer. It
+    does not depend on the factors of attention heads and adapters, or with --modulo all
+    on any known symmetry.
 
     in a shell:
       sharpness compare berts/one berts/two
@@ -166,13 +166,13 @@ def compare(
     Parameters
     ----------
     one, other
-        Folders of transformers, or files of weights of --model.
+        A folder of transformers, or a file of weights of --model.
     model
-        What the weights belong to: the name of an open_clip or timm model, or module:function.
+        The model of the weights: the name of an open_clip or timm model, or module:function.
     metric
-        Of the heads: inv or mix.
+        The metric of heads and adapters: inv or mix.
     modulo
-        heads: the GL(h) of every head; all: every known symmetry, and the order of heads and neurons.
+        heads: the factors of every head; all: every known symmetry, and the order of heads and neurons.
     """
     from quotient_manifolds.symmetries import model_distance
 
@@ -198,9 +198,9 @@ def compare(
 def same(one: str, other: str, *, model: str | None = None, out: Path | None = None) -> int:
     """Say whether two models are one function, fine-tunes of one another, or unrelated.
 
-    Compare two models of one architecture modulo every symmetry: norms folded, streams
-    rotated, heads and neurons matched, heads moved by GL(h). Prints the verdict and the
-    evidence. The exit code is 1 if they are not one function.
+    Say whether two models of one architecture are one function, fine-tunes of one another,
+    or unrelated, and print the evidence. Weights that a symmetry changes count as equal.
+    The exit code is 1 if the models are not one function.
 
     in a shell:
       sharpness same path/to/bert path/to/converted
@@ -209,9 +209,9 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
     Parameters
     ----------
     one, other
-        Folders of transformers, or files of weights of --model.
+        A folder of transformers, or a file of weights of --model.
     model
-        What the weights belong to: the name of an open_clip or timm model, or module:function.
+        The model of the weights: the name of an open_clip or timm model, or module:function.
     out
         Table (.csv) of the distances by kind of weight, before and after the alignment, relative to all weights.
     """
@@ -246,8 +246,8 @@ def symmetries(
     """List the symmetries of a model's attention and LoRA weights.
 
     List, layer by layer, which weights of a model can be changed without changing its
-    function. An attention class that the package does not know is examined: on
-    examples of --data, or else on inputs that its library has for a trial.
+    function. The package examines attention of a class that it does not know, on examples
+    of --data or else on trial inputs of the model's library.
 
     in a shell:
       sharpness symmetries path/to/bert --verify
@@ -262,7 +262,7 @@ def symmetries(
     checkpoint
         Local weights for a named model (.safetensors, or a state dict saved by torch).
     verify
-        Act on every pair; exit code 1 if outputs change.
+        Move every pair along its symmetry. If outputs change, the exit code is 1.
     complete
         Count every continuous symmetry, by kind.
     """
@@ -293,10 +293,10 @@ def symmetries(
 def canonicalize(model: str, *, out: Path) -> int:
     """Save a model in canonical form: norms folded, layers centred.
 
-    Save a model of transformers in canonical form. Its function stays the same. Weights
-    that differ only in what norms, biases and embeddings can pass to one another get
-    one form; heads, neurons and the basis of the residual stream are left as they are.
-    transformers loads the new folder like the old one.
+    Rewrite a model of transformers so that equivalent weights become equal: norms folded
+    into the next layers, biases and embeddings centred. Outputs do not change. Heads,
+    neurons and the basis of the residual stream stay as they are. transformers loads the
+    new folder like the old one.
 
     in a shell:
       sharpness canonicalize path/to/vit --out canonical
@@ -339,10 +339,10 @@ def canonicalize(model: str, *, out: Path) -> int:
 
 
 def env() -> int:
-    """Print the versions of everything that results depend on.
+    """Print the versions of Python and of the libraries.
 
-    Print the versions of Python and of the libraries, and the device, for a report of
-    a defect.
+    Print the versions of Python and of the libraries, and the device. Add this to the
+    report of a defect.
 
     in a shell:
       sharpness env

@@ -78,9 +78,11 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         dtype = np.float64 if space.dtype == torch.float64 else np.float32
         super().__init__(dtype=dtype, shape=(space.dim, space.dim))
 
+    def _tensor(self, v: np.ndarray) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(v).reshape(-1), dtype=self.space.dtype).to(self.space.device)
+
     def _matvec(self, v: np.ndarray) -> np.ndarray:
-        x = torch.as_tensor(np.ascontiguousarray(v).reshape(-1), dtype=self.space.dtype).to(self.space.device)
-        return self.product(x).cpu().numpy()
+        return self.product(self._tensor(v)).cpu().numpy()
 
     _rmatvec = _matvec
 
@@ -113,7 +115,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         return sides[0].sub_(sides[1]).div_(2 * h)
 
     def largest_eigenvalue(self, *, seed: int = 0) -> float:
-        """Find the largest eigenvalue (in value, not in size) by Lanczos' method, to a relative accuracy of 1e-4.
+        """Find the largest eigenvalue on the horizontal space (in value, not in size), to a relative accuracy of 1e-4.
 
         Parameters
         ----------
@@ -126,20 +128,27 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
 
         Notes
         -----
-        ARPACK's implicitly restarted method (Lehoucq, Sorensen, Yang 1998) through ``scipy.sparse.linalg.eigsh``, which
-        raises ArpackNoConvergence where the accuracy is not reached, and which finds several eigenvalues too.
+        ARPACK's implicitly restarted Lanczos method (Lehoucq, Sorensen, Yang 1998) through
+        ``scipy.sparse.linalg.eigsh``, which raises ArpackNoConvergence where the accuracy is not reached, and which
+        finds several eigenvalues too.
         """
-        dim = self.space.dim
-        if dim <= 2:
-            return float(np.linalg.eigvalsh(self.matmat(np.eye(dim, dtype=self.dtype)))[-1])
-        start = self.space.random(torch.Generator().manual_seed(seed)).cpu().numpy()
-        options: Any = {"which": "LA", "v0": start, "ncv": min(dim, 12), "tol": 1e-4, "return_eigenvectors": False}
-        try:
-            return float(scipy.sparse.linalg.eigsh(self, 1, **options)[0])
-        except scipy.sparse.linalg.ArpackError as error:
-            if isinstance(error, scipy.sparse.linalg.ArpackNoConvergence) or self.matvec(start).any():
-                raise
+        space, dim = self.space, self.space.dim
+        start = space.random(torch.Generator().manual_seed(seed))
+        slope = self.product(start)
+        if not bool(slope.any()):
             return 0.0  # only zero has a random vector in its kernel
+        # The 0 of vectors off the horizontal space may be above all eigenvalues in it, of which no mean value can be.
+        mean = float(start @ slope / (start @ start))
+
+        def product(v: np.ndarray) -> np.ndarray:
+            x = self._tensor(v)
+            return self.product(x).add_(x - space.project(x), alpha=mean).cpu().numpy()
+
+        shifted = scipy.sparse.linalg.LinearOperator(self.shape, product, dtype=self.dtype)
+        if dim <= 2:
+            return float(np.linalg.eigvalsh(shifted.matmat(np.eye(dim, dtype=self.dtype)))[-1])
+        options: Any = {"which": "LA", "ncv": min(dim, 12), "tol": 1e-4, "return_eigenvectors": False}
+        return float(scipy.sparse.linalg.eigsh(shifted, 1, v0=start.cpu().numpy(), **options)[0])
 
     def trace(self, num_matvecs: int = 30, *, seed: int = 0) -> tuple[float, float | None]:
         r"""Estimate the trace by Hutch++ from about ``num_matvecs`` products.

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ def evaluate(
         The pairs that are divided out, by default ``find_symmetric_pairs(model)``, with the first batch if there is
         attention of an unknown class, which outside of given pairs is a warning and a remark.
     micro_batch : int, optional
-        Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
+        Examples per pass: less memory, the same result.
     keep_directions : bool, optional
         Keep the worst directions, as large as the model, in main memory; by default the first ones, up to 2 GiB.
     progress : bool
@@ -235,13 +235,6 @@ def _checked(
     """Return the measure, its radii, 0 at the weights themselves, and the options of the search."""
     if statistic not in ("worst", "average", "gradient norm", "Hessian"):
         raise ValueError(f"statistic must be 'worst', 'average', 'gradient norm' or 'Hessian', got {statistic!r}")
-    known = [f.name for f in fields(Search)]
-    for name in options:
-        if name not in known:
-            raise TypeError(
-                f"evaluate() has no argument {name!r}; those of the search are {', '.join(known)}; options of the "
-                "measure belong to it, as in get_measure('geodesic-inv', geodesic='exact')"
-            )
     search = Search(**options)
     if search.restarts and statistic != "worst":
         raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")

@@ -104,8 +104,7 @@ def _lacking_rows(error: IndexError, model: nn.Module) -> str | None:
 class Objective:
     """The function that is maximised on a batch: ``loss_fn(model, batch)``, or by default :func:`default_loss`.
 
-    With ``micro_batch`` a batch is divided into pieces of that many examples, which need less memory; texts of similar
-    length share a piece, without the padding that none of them needs:
+    With ``micro_batch`` a batch is divided into pieces of that many examples, which need less memory:
 
     >>> objective, model = Objective(micro_batch=2), nn.Linear(2, 3)
     >>> batch = torch.randn(4, 2), torch.tensor([0, 2, 1, -100])  # a padded label, −100, has no weight
@@ -152,12 +151,8 @@ class Objective:
         """Split a batch into pieces with weights for their losses: the shares of the labels that are not ignored."""
         if self.micro_batch is None:
             return [(1.0, batch)]
-        count, lengths, size = count_examples(batch), _lengths(batch), self.micro_batch
-        if lengths is None:  # views
-            parts = [_rows(batch, slice(i, i + size), count) for i in range(0, count, size)]
-        else:
-            chosen = lengths.argsort(stable=True).split(size)
-            parts = [_rows(_shortened(batch, int(lengths[part].max())), part, count) for part in chosen]
+        count, size = count_examples(batch), self.micro_batch
+        parts = [_rows(batch, slice(i, i + size), count) for i in range(0, count, size)]
         weights = [_count_labels(model, part) for part in parts]
         total = sum(weights)
         if total == 0:
@@ -190,8 +185,7 @@ class Objective:
                 raise ValueError(
                     f"micro_batch changes the loss: {size} examples give {both:.8g} together and {apart:.8g} as two "
                     "halves; the loss must be a mean over examples or labels without weights of its own, it must not "
-                    "be random, and no layer may mix examples or read padding; leave micro_batch out, or let loss_fn "
-                    "take the mean"
+                    "be random, and no layer may mix examples; leave micro_batch out, or let loss_fn take the mean"
                 )
 
 
@@ -246,24 +240,6 @@ def _rows(batch: Any, chosen: slice | Tensor, count: int) -> Any:
         return t[chosen if isinstance(chosen, slice) else chosen.to(t.device)]
 
     return tree_map(cut, batch)
-
-
-def _lengths(batch: Any) -> Tensor | None:
-    """Return the lengths of texts without the padding at their ends, or None if there is no mask of it."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return None
-    labels = labels_of(batch)
-    masks = [t for name, t in batch.items() if name.endswith("mask") and isinstance(t, Tensor)]
-    masks += [] if labels is None else [labels != IGNORED]
-    used = torch.stack([m != 0 for m in masks if m.shape == mask.shape]).any(0)
-    return (used * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
-
-
-def _shortened(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Keep that many tokens, at least one, of every tensor (examples, tokens, …)."""
-    shape = batch["attention_mask"].shape
-    return tree_map(lambda t: t[:, : max(1, length)].contiguous() if t.shape[:2] == shape else t, dict(batch))
 
 
 def _count_labels(model: nn.Module, batch: Any) -> int:

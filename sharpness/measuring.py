@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from quotient_manifolds.symmetries.pairs import CHANGES
 from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
 from quotient_manifolds.symmetries.stacks import PairList
 
-from .building import trainable
+from .building import named_weights, trainable
 from .distributed import is_sharded_model
 from .losses import Objective, count_examples, rounding_error, to_float32
 from .measures import Measure, get_measure
@@ -302,6 +302,13 @@ def _at_canonical_form(
             "its heads and key biases alone, and other symmetries move the result; describe it with "
             "register_wiring, or use the measure 'geodesic-inv'", remarks,
         )  # fmt: skip
+    if space.form.halting:
+        every = named_weights(model)
+        names = _listed(every, {name for name, p in every.items() if p in space.form.halting})
+        remarks.append(
+            f"frozen weights keep {measure.name} from dividing out symmetries that move trained ones too, so that "
+            f"networks of one function may differ in it; train these as well: {names}"
+        )
     return space
 
 
@@ -319,15 +326,18 @@ def collected(
     lost, remarks = set.intersection(*unreached), list(space.remarks)
     if lost:
         sizes = {name: p.numel() for name, p in space.parameters.items()}
-        met = {part for name in sizes if name not in lost for part in _within(name)}
-        # A whole module that is not reached is one name.
-        names = list(dict.fromkeys(next(m for m in _within(name) if m not in met) for name in sizes if name in lost))
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         remarks.append(
             f"{sum(sizes[name] for name in lost):,} of {sum(sizes.values()):,} weights got no gradient from any "
-            f"batch, so the result says nothing about them: {', '.join(names[:_NAMED])}{more}"
+            f"batch, so the result says nothing about them: {_listed(sizes, lost)}"
         )
     return list(itertools.chain(*everything)), len(set.intersection(*uncertified)), tuple(remarks)
+
+
+def _listed(every: Iterable[str], chosen: Collection[str]) -> str:
+    """List chosen parameters among all; a module of which all are chosen is one name."""
+    met = {part for name in every if name not in chosen for part in _within(name)}
+    names = list(dict.fromkeys(next(m for m in _within(name) if m not in met) for name in every if name in chosen))
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _within(name: str) -> list[str]:

@@ -25,9 +25,9 @@ class Search:
     Attributes
     ----------
     steps : int
-        Upper bound on the steps of an ascent, of one forward and one backward pass each. Where the loss falls outwards
-        at the best point of the sphere, further ascents search inside the ball, on spheres of a half, a quarter, …
-        of the radius.
+        Upper bound on the steps of an ascent, of one forward and one backward pass each. If the loss falls outwards at
+        the best point of the sphere, further ascents search inside the ball, on spheres of a half, a quarter, … of
+        the radius.
     relative_tol : float
         Stop an ascent when a first-order step can gain less than this share of the increase found so far; 0 takes all
         steps.
@@ -83,8 +83,8 @@ class RunOptions:
     Attributes
     ----------
     measure
-        One or several of geodesic-inv, geodesic-mix, complete-inv, complete-mix (default radius 0.1), adaptive (0.5),
-        euclidean (0.05), and gradient-norm, riemannian-hessian, euclidean-hessian, which have no radius.
+        One or several. With a radius (its default): geodesic-inv, geodesic-mix, complete-inv, complete-mix (0.1),
+        adaptive (0.5), euclidean (0.05). Without one: gradient-norm, riemannian-hessian, euclidean-hessian.
     rho
         Radii of the ball, by default the measure's own.
     out
@@ -98,7 +98,7 @@ class RunOptions:
     device
         cpu or cuda.
     verbose
-        Print also how it was measured.
+        Also print the settings of the search.
     quiet
         Show no progress.
 
@@ -147,16 +147,16 @@ class DataChoice:
     label_map : mapping of str to int
         Class numbers of labels; without it, labels are numbers or the names in the model's configuration.
     header : bool
-        Whether the first line of a .tsv or .csv file names the columns; with --no-header it is data.
+        The first line of a .tsv or .csv file names the columns; with --no-header it is data.
     num_examples : int or None
-        Number of examples: the first ones, but at random if they stand class by class, as in folders of classes.
+        Number of examples: the first ones, or random ones if the data are sorted by class, as in folders of classes.
     batch_size : int
         Examples per batch at most. Batches are as equal as possible, since each counts as much as the others.
     batches : int or None
         Number of batches at most.
     subset_seed : int or None
-        Seed of a random choice of examples. Without it the first examples are taken, unless they stand class by class:
-        then they are drawn with the seed 0.
+        Seed of a random choice of examples. Without it the first examples are taken; if the data are sorted by class,
+        random ones with the seed 0.
     max_length : int
         Longest input in tokens, unless the tokenizer's limit is lower.
 

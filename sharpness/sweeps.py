@@ -26,11 +26,11 @@ def sweep(
 ) -> int:
     """Measure many checkpoints; an interrupted sweep resumes when it is called again.
 
-    Measure many checkpoints under several measures and radii: folders of transformers or
-    files of weights, with the options below, or what a JSON file says, which may have
-    more (docs/howto/scale.md). Every model and all data are looked at before the first
-    measurement. A sweep may be interrupted; the same command resumes it
-    from the folder OUT. The exit code is 1 if a checkpoint failed.
+    Measure many checkpoints under several measures and radii: folders of transformers, or
+    files of weights. A JSON file may take the place of the options (docs/howto/scale.md).
+    All models and data are checked before the first measurement. If a sweep is
+    interrupted, the same command resumes it from the folder OUT. The exit code is 1 if a
+    checkpoint failed.
 
     in a shell:
       sharpness sweep berts/one berts/two --data dev.tsv --text sentence --measure adaptive --out results
@@ -39,13 +39,13 @@ def sweep(
     Parameters
     ----------
     checkpoints
-        Folders or files of weights, or patterns of them; or one JSON file.
+        Folders of transformers, files of weights, or patterns of them; or one JSON file.
     out
         Folder for the results: results.jsonl, failed.jsonl, and a file per job.
     dry_run
-        Look at everything, and say what would be measured.
+        Check everything, and say how many searches there are and how long they take.
     shard
-        I/N, to measure the I-th of N parts of the checkpoints in a process of its own, all with the same OUT.
+        I/N: measure only the I-th of N parts of the checkpoints. All parts have the same OUT.
     quiet
         Show no progress.
     """
@@ -96,7 +96,7 @@ def plan_of(
     rho
         Radii of all measures, by default each one's own.
     model
-        Where checkpoints are files of weights: what they belong to, an open_clip or timm name or module:function.
+        The model of files of weights: the name of an open_clip or timm model, or module:function.
     micro_batch
         Pass so many examples at a time, to save memory.
     device
@@ -134,12 +134,11 @@ def table(
 ) -> int:
     """Print how every measure ranks the models of a sweep, or a row for each model.
 
-    Print Kendall's tau between the target and every measure at every radius, with
-    bootstrap intervals. A partial tau controls for training loss and training error;
-    its intervals hold together. Fewer than ten models are too few to correlate: they
-    are listed one by one. A terminal is shown sizes as blocks, and in bold the largest
-    correlations, or the smallest numbers of all models. Notes go to standard error if
-    the format is not text.
+    Print how well every measure, at every radius, ranks the models by the target:
+    Kendall's tau, and tau given training loss and training error (partial), with 95 %
+    intervals. The intervals of the partial tau are corrected for all rows. Fewer than ten
+    models are listed one by one instead. In a terminal, blocks show sizes, and the largest
+    correlations (of listed models, the smallest numbers) are bold.
 
     in a shell:
       sharpness table results --short
@@ -150,16 +149,16 @@ def table(
     results
         The folder of a sweep, or its results.jsonl.
     target
-        What is to be predicted; the gap is test error minus training error.
+        The quantity to predict. The gap is test error minus training error.
     per_model
         A row for each model: losses, errors, and sharpness with its standard error.
     format
-        text, latex or csv.
+        text, latex or csv. With latex and csv, notes go to standard error.
     short
         One radius for each measure: its default, or the middle.
     given
-        Where models are ranked, control for these quantities too, beside training loss and error; for example distance
-        (from the initial weights), which sharpness may follow.
+        Further controls of the partial tau, beside training loss and error; for example distance, which is that from
+        the initial weights.
     """
     from . import study
     from .study.tables import CONTROLS, FEWEST_MODELS, one_radius
@@ -202,7 +201,7 @@ def plot(results: Path, *, target: Target = "gap", out: Path) -> int:
     results
         The folder of a sweep, or its results.jsonl.
     target
-        What is to be predicted; the gap is test error minus training error.
+        The quantity to predict. The gap is test error minus training error.
     out
         Figure: a .png, .pdf or .svg.
     """

@@ -7,6 +7,7 @@ from quotient_manifolds import lora_command
 from sharpness import cli
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+START = "`sharpness --version` prints the version, `sharpness COMMAND --help` the options of a command."
 #: Groups of options that several commands have, which are described once.
 SHARED = {"data": "Which data", "search": "How to search"}
 
@@ -21,7 +22,8 @@ def commands(parser, *names):
 
 
 def marked(text):
-    """Options in text as code, in which two hyphens stay two."""
+    """Options in text as code, in which two hyphens stay two; names of pages as links."""
+    text = re.sub(r"docs/([\w/]+\.md)", r"[\1](\1)", text)
     return re.sub(r"(?<![`\w-])--[a-z-]+(?![^`\n]*`)", r"`\g<0>`", text.replace("%%", "%"))
 
 
@@ -36,6 +38,14 @@ def option(action):
 def options(group):
     shown = [action for action in group._group_actions if action.dest != "help"]
     return "\n".join(map(option, shown))
+
+
+def summary(top):
+    """Rows of a table: every command, with a link to its section, and its purpose."""
+    (added,) = (action for action in top._actions if isinstance(action.choices, dict))
+    for found in added._choices_actions:
+        purpose = found.help.rstrip(".")
+        yield f"| [`{top.prog} {found.dest}`](#{top.prog}-{found.dest}) | {purpose[0].lower()}{purpose[1:]} |"
 
 
 def groups(parser):
@@ -66,9 +76,11 @@ def section(parser, level="##"):
 def reference():
     top, lora = cli.parser(), lora_command._parser()
     measuring, merging = ([parser for _, parser in list(commands(each))[1:]] for each in (top, lora))
-    yield f"# Command line\n\n{top.description}\n\n`--version` prints the version, `--help` this text. Exit codes:\n"
+    yield "# Command line: sharpness and quotient-lora\n\n| type | to |\n|---|---|"
+    yield "\n".join([*summary(top), *summary(lora)])
+    yield f"\n{marked(top.description)}\n\n{START}\n\n| exit code | meaning |\n|---|---|"
     codes = top.epilog.partition("exit codes:\n")[2].splitlines()
-    yield "\n".join("- " + " ".join(line.split()).replace(" ", ": ", 1) for line in codes) + "\n"
+    yield "\n".join(f"| {code} | {marked(text)} |" for code, text in (line.split(maxsplit=1) for line in codes)) + "\n"
     for parser in measuring:
         yield from section(parser)
     for title, name in SHARED.items():

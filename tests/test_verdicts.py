@@ -28,7 +28,8 @@ def test_the_table_says_that_nothing_is_wrong():
     with verdicts.TABLE.open() as file:
         rows = list(csv.DictReader(file))
     assert not [r for r in rows if verdicts.word(r["answer"]) in ("wrong", "crash")]
-    count = {q: sum(int(r["models"]) for r in rows if (r["library"], r["question"]) == q) for q in
+    assert all(verdicts.word(r["answer"]) in ("right", "no attention", "no pair", "refused") for r in rows)
+    count = {q: sum(int(r[q[1]] or 0) for r in rows if r["library"] == q[0]) for q in
              ((lib, question) for lib in tiny.NAMES for question in ("pairs", *verdicts.MEASURES))}  # fmt: skip
     least = {"transformers": 370, "timm": 30, "open_clip": 8}
     assert all(n >= least[library] for (library, _), n in count.items())

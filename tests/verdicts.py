@@ -27,6 +27,7 @@ from quotient_manifolds.symmetries import (  # fmt: skip
     stacks,
 )
 from quotient_manifolds.symmetries.modules import Wide, default_forward, floats
+from quotient_manifolds.symmetries.pairs import UNCERTIFIED, UNNAMED, UNREACHED
 
 from . import tiny
 
@@ -34,6 +35,13 @@ TABLE = Path(__file__).parents[1] / "docs/tables/verdicts.csv"
 MEASURES = ("geodesic-inv", "complete-inv")
 #: Seconds of processor time for one model.
 LIMIT = 120
+#: What the table says for a part of a sentence; the first part that a sentence has decides.
+REASONS = {
+    UNNAMED: "names of weights say too little", UNREACHED: "not reached by the batch",
+    UNCERTIFIED: "the gradient is zero", "no symmetry was found": "no symmetry with a quotient",
+    "computes attention": "attention of an unknown class", "has no trainable parameter": "nothing to train",
+    "in the canonical form of": "its canonical form has another loss",
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -169,26 +177,29 @@ def word(verdict):
 
 
 def answer(row, question):
-    """Give a verdict with its reasons, without the names in them."""
+    """Give a verdict in a few words, with its reason, without names and numbers."""
     verdict = row.get(question, "crash")
     if question == "pairs" and word(verdict) == "none, with a reason":
-        return "none: " + "; ".join(sorted({word(reason) for reason in row["reasons"]}))
+        return "no pair: " + " or ".join(sorted({short(reason) for reason in row["reasons"]}))
     if word(verdict) != "refused":
         return word(verdict)
-    if "UnknownAttentionError" in verdict:
-        examined = re.search(r"of its examination: ([^:)]*)", verdict)
-        return f"refused: unknown attention{f': {examined[1]}' if examined else ''}"
-    sentence = re.split(r"[;:] ", verdict.split(": ", 2)[2])[0]
-    return "refused: " + re.sub(r"'[^']*'|\b\w*[A-Z][a-z]+[A-Z]\w*", "…", sentence)
+    return "refused: " + short(verdict)
+
+
+def short(sentence):
+    """Give the reason in a sentence, in a few words."""
+    return next((words for part, words in REASONS.items() if part in sentence), sentence)
 
 
 def counts(rows):
-    """Count the answers to every question, the most frequent first."""
+    """Count the models of every library by answer, a column for every question, right ones first."""
+    questions = ("pairs", *MEASURES)
     for library in tiny.NAMES:
         judged = [r for r in rows if r["library"] == library and "pairs" in r]
-        for question in ("pairs", *MEASURES):
-            found = collections.Counter(answer(r, question) for r in judged)
-            yield from ([library, question, verdict, count] for verdict, count in found.most_common())
+        found = {q: collections.Counter(answer(r, q) for r in judged) for q in questions}
+        answers = sum(found.values(), collections.Counter())
+        order = sorted(answers, key=lambda a: (word(a) != "right", word(a), -answers[a]))
+        yield from ([library, a, *(found[q][a] or "" for q in questions)] for a in order)
 
 
 def main():
@@ -202,7 +213,7 @@ def main():
     if options.table:
         with TABLE.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["library", "question", "answer", "models"])
+            writer.writerow(["library", "answer", "pairs", *MEASURES])
             writer.writerows(counts(rows))
         return
     wanted = [tuple(n.split(":")) for n in options.names] or [(lib, n) for lib in tiny.NAMES for n in tiny.NAMES[lib]()]

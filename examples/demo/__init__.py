@@ -9,12 +9,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import apply_random_symmetry_
-from quotient_manifolds.symmetries.whole import apply_random_moves_
+from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_
 from sharpness.errors import require_extra
 from sharpness.evaluation import evaluate, progress_bar
 from sharpness.files import check_file, write_json
@@ -39,7 +40,7 @@ MOVES = {
 
 
 def moved(model: nn.Module, kind: str, *, seed: int = 0) -> nn.Module:
-    """Copy a model and move it along one kind of symmetry; all kinds but heads start from its canonical form."""
+    """Copy a model, in canonical form, and move it along one kind of symmetry."""
     twin = copy.deepcopy(model)
     if kind == "heads":
         apply_random_symmetry_(twin, 30.0, seed)
@@ -109,15 +110,18 @@ def draw(factors: Any, out: Path) -> None:
     """Draw a row for each reparametrisation, and in it the factor of every measure (a column of the table)."""
     with figure(out, (8.5, 5.2)) as (_, ((axes,),)):
         axes.axvline(1, color="0.7", linewidth=1, zorder=0)
-        for name, values in factors.items():
-            style = {"linestyle": "", "color": COLOURS[name], "marker": MARKERS[name], "markersize": 9}
-            axes.plot(values, factors.index, label=name, **style)
+        for place, (name, values) in enumerate(factors.items()):
+            style = {"linestyle": "", "color": COLOURS[name], "marker": MARKERS[name], "markersize": 7}
+            axes.plot(values, np.arange(len(values)) + 0.17 * (place - 1.5), label=name, **style)
+        axes.set_yticks(range(len(factors)), factors.index)
         axes.set_title("Ten reparametrisations of one network: the same function, other weights", x=0.3)
         axes.set(xscale="log", xlabel="sharpness, relative to the original network")
         axes.tick_params(axis="y", labelsize="small")
+        axes.grid(axis="y", color="0.92")
+        axes.set_axisbelow(True)
         axes.invert_yaxis()
         axes.legend(loc="center right")
-        axes.set_xticks([0.5, 1, 2, 5, 10, 20, 40], ["0.5×", "1×", "2×", "5×", "10×", "20×", "40×"])
+        axes.set_xticks([1, 2, 5, 10, 20, 40], ["1×", "2×", "5×", "10×", "20×", "40×"])
         axes.set_xticks([], minor=True)
 
 
@@ -139,6 +143,7 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     if numbers.exists() and '"output_change"' not in numbers.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"{numbers}, which the numbers would replace, is not from a demo; choose another picture")
     train(model, x_train, y_train, seed=seed, progress=progress)
+    canonicalize_(model, classes=True)  # where the moves start, so that a factor shows its move only
     before = _log_probabilities(model, x_test)
     right_in_test = float((before.argmax(1) == y_test).double().mean())
     right = float((_log_probabilities(model, x_train).argmax(1) == y_train).double().mean())

@@ -136,6 +136,7 @@ def read(place: str | os.PathLike[str]) -> Adapter:
             f"{place} was initialised by {start}, which replaces the weights of the model; save it by save_pretrained "
             "with path_initial_model_for_weight_conversion first"
         )
+    _check_patterns(place, config)
     layers = dict[str, dict[str, str]]()
     for key in keys:
         if found := _FACTOR.fullmatch(key):
@@ -150,6 +151,17 @@ def read(place: str | os.PathLike[str]) -> Adapter:
     if single and others:
         raise ValueError(f"{place} holds {others[0]}, which is no factor of LoRA")
     return Adapter(place, weights, config, layers, others)
+
+
+def _check_patterns(place: Path, config: dict[str, Any]) -> None:
+    """Raise for a pattern of layers that is no regular expression; a list of them has names instead."""
+    for option in ("rank_pattern", "alpha_pattern", "target_modules"):
+        given = config.get(option)
+        for pattern in [given] if isinstance(given, str) else given if isinstance(given, dict) else ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{place}: {option} has {pattern!r}, no regular expression: {error}") from error
 
 
 def _ordered(config: dict[str, Any]) -> dict[str, Any]:

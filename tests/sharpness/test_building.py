@@ -428,6 +428,37 @@ def test_moves_of_heads_change_nothing_without_a_wiring(name):
         assert value(twin, batch, measure) == pytest.approx(value(model, batch, measure), rel=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:no adapter describes")
+@pytest.mark.parametrize("name", ["mpnet", "bart"])
+def test_moves_of_frozen_heads_change_nothing_either(name):
+    """A bias of an output projection had the length of its frozen row."""
+    model, batch = architectures.transformers_model(name, "eager")
+    frozen = {p for pair in find_symmetric_pairs(model) for p in pair.parameters()}
+    twin = moved_copy(model)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        p.requires_grad_(p not in frozen)
+        q.requires_grad_(p not in frozen)
+    assert value(twin, batch) == pytest.approx(value(model, batch), rel=1e-8)
+
+
+@pytest.mark.parametrize("what", ["o_proj.weight", "embeddings"])
+def test_symmetries_that_frozen_weights_break_are_remarked(what):
+    """What moves frozen and trained weights together is not divided out, and these heads can be moved by no other."""
+    model, (batch,) = build("vit"), inputs("vit")
+    twin = moved("vit", ["heads"])
+    for name, p in (*model.named_parameters(), *twin.named_parameters()):
+        p.requires_grad_(what not in name)
+    one, two = (
+        evaluate(m, [batch], loss, measure="complete-inv", rho=0.1, steps=2, progress=False) for m in (model, twin)
+    )
+    said = [r for r in one.remarks if "train these as well" in r]
+    assert (float(two) == pytest.approx(float(one), rel=1e-8)) == (not said) == (what == "embeddings")
+    names = ", ".join(f"vit.layers.{i}.attention.o_proj.weight" for i in range(2))
+    assert all(
+        "complete-inv from dividing out symmetries that move trained ones too" in r and r.endswith(names) for r in said
+    )
+
+
 @pytest.mark.parametrize(("family", "name"), NETWORKS)
 def test_no_move_of_a_wired_network_changes_the_measure(family, name):
     model, batch = headed(family, name)

@@ -98,6 +98,34 @@ def test_a_loss_without_curvature():
     assert (float(found), found.trace) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("n", "h", "m"), [(1, 1, 1), (3, 2, 4), (6, 3, 5)])
+@pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
+def test_the_largest_of_negative_eigenvalues(metric, n, h, m, dtype):
+    """At the maximum of −|GHᵀ − T|²/2 the Hessian is −JᵀJ, J the derivative of GHᵀ, and 0 off the horizontal space."""
+    model = nn.Sequential(nn.Linear(m, h, bias=False), nn.Linear(h, n, bias=False)).to(dtype)
+    for p in model.parameters():
+        p.data = torch.linspace(1, 4, p.numel(), dtype=dtype).square().cos().view(p.shape)
+    H, G = (layer.weight.detach() for layer in model)
+    own, T = pair([block(model[1], "weight")], [block(model[0], "weight", transpose=True)], GL(h)), G @ H
+
+    def loss(model, batch):
+        return -(model[1].weight @ model[0].weight - T).square().sum() / 2
+
+    space = sharpness.WeightSpace(model, MEASURES[metric], [own])
+    with space.attached():
+        found = HessianOperator(space, lambda: loss(model, None)).largest_eigenvalue()
+        values, vectors = torch.linalg.eigh(
+            torch.stack([space.project(e) for e in torch.eye(space.dim, dtype=dtype)]).double()
+        )
+        tangents = [space.direction(v.to(dtype)).tensors for v in vectors[:, values > 0.5].T]
+    assert len(tangents) == (n + m - h) * h < space.dim
+    J = torch.stack([(u["1.weight"] @ H + G @ u["0.weight"]).flatten().double() for u in tangents])
+    assert found == pytest.approx(-float(torch.linalg.svdvals(J)[-1] ** 2), rel=2e-4)
+    result = sharpness.hessian(model, [torch.zeros(1)], loss, pairs=[own], measure=metric)
+    assert float(result) == pytest.approx(found, rel=1e-5)
+
+
 @pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
 def test_spectrum_is_invariant_also_where_the_gradient_is_not_zero(trained_small, metric):
     model, twin, batch = trained_small

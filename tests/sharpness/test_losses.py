@@ -9,7 +9,6 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
-    BertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -98,63 +97,6 @@ def test_the_weights_matter():
         assert sum(w for w, _ in pieces) == pytest.approx(1)
         assert sum(w * v for (w, _), v in zip(pieces, losses, strict=True)) == pytest.approx(whole, rel=1e-6)
         assert abs(sum(losses) / len(losses) - whole) > 1e-3 * whole
-
-
-def padded(lengths, width):
-    batch = networks.text(len(lengths))
-    ids = torch.randint(20, (len(lengths), width))
-    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
-    return {**batch, "input_ids": ids, "attention_mask": mask}
-
-
-def test_texts_of_similar_length_share_a_piece_without_padding():
-    model, batch = networks.bert(), padded([2, 5, 3, 6, 2, 4, 2], 8)
-    networks.shake(model)
-    parts = [part for _, part in Objective(micro_batch=2).pieces(model, batch)]
-    assert [tuple(part["input_ids"].shape) for part in parts] == [(2, 2), (2, 3), (2, 5), (1, 6)]
-
-    def texts(b):
-        rows = zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)
-        return [(ids[mask == 1].tolist(), int(y)) for ids, mask, y in rows]
-
-    assert sorted(text for part in parts for text in texts(part)) == sorted(texts(batch))
-    whole, pieces = (float(sharpness.evaluate(model, [batch], rho=0.1, steps=4, micro_batch=m)) for m in (None, 2))
-    assert pieces == pytest.approx(whole, rel=1e-12)
-    assert batch["input_ids"].shape == (7, 8)
-
-    # A head for tokens takes a view of the labels, which must be in one piece.
-    tokens = {**batch, "labels": batch["input_ids"].remainder(3).masked_fill(batch["attention_mask"] == 0, -100)}
-    config, options = model.config, {"rho": 0.1, "steps": 2, "relative_tol": 0}
-    model = networks.shake(BertForTokenClassification(config))
-    whole, pieces = (float(sharpness.evaluate(model, [tokens], micro_batch=m, **options)) for m in (None, 2))
-    assert pieces == pytest.approx(whole, rel=1e-12)
-
-    # What is cut is what nothing uses: labels of tokens stay, and so do tensors of another width, and padding in front.
-    batch["labels"] = torch.full((7, 8), -100).index_fill(1, torch.tensor([6]), 1)
-    batch["token_type_ids"], batch["pixels"] = torch.zeros(7, 8, 2), torch.ones(7, 3)
-    for _, part in Objective(micro_batch=3).pieces(model, batch):
-        assert part["labels"].shape[1] == part["token_type_ids"].shape[1] == 7
-        assert part["pixels"].shape[1] == 3
-    front = {**padded([8, 8, 8], 8), "attention_mask": (torch.arange(8) > torch.tensor([[1], [3], [2]])).long()}
-    (_, one), (_, two) = Objective(micro_batch=2).pieces(model, front)
-    assert torch.equal(torch.cat([one["input_ids"], two["input_ids"]]), front["input_ids"])
-
-
-def test_a_model_that_reads_padding_is_refused_in_micro_batches():
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.out = nn.Embedding(20, 4), nn.Linear(4, 3)
-
-        def forward(self, input_ids, attention_mask, labels):
-            scores = self.out(self.words(input_ids).mean(1))
-            return SimpleNamespace(logits=scores, loss=F.cross_entropy(scores, labels))
-
-    options = {"measure": "adaptive", "rho": 0.1, "steps": 2}
-    batch = padded([2, 5, 3, 6], 8)
-    with pytest.raises(ValueError, match=r"micro_batch changes the loss.*or read padding"):
-        sharpness.evaluate(Mean(), [batch], micro_batch=2, **options)
-    assert float(sharpness.evaluate(Mean(), [batch], **options)) > 0
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -37,6 +37,9 @@ class CanonicalForm:
         The other symmetries, in the order of folding.
     refused : dict of str to str
         The symmetries that could not be folded, and why.
+    halting : set of Tensor
+        Frozen parameters for which a symmetry was refused that moves trained ones too, and would move the lengths by
+        which these are measured.
     wiring : Wiring or None
         None if no adapter knows the network; then only its heads are treated.
 
@@ -55,6 +58,7 @@ class CanonicalForm:
     pairs: PairList
     symmetries: list[Symmetry] = field(repr=False)
     refused: dict[str, str]
+    halting: set[Tensor] = field(repr=False)
     wiring: Wiring | None = field(repr=False)
 
     @property
@@ -140,7 +144,14 @@ def canonical_form(
     fixed = {b.key: b for s in symmetries for b in s.constant}
     kept = PairList(_without(p, fixed) for p in pairs)
     values = {p: value.to(at_least_float32(p.dtype)).to(p.device) for p, value in state.items()}
-    return CanonicalForm(values, masks(fixed.values()), kept, symmetries, refused, wiring)
+    # The lengths of neurons go with their scale, and those of vectors do not depend on a rotation of the stream.
+    halves = [set(s.parameters) for s, why in refused if why == "frozen weights" and s.kind != "rotation"]
+    halves += [set(p.parameters()) for p in pairs if p.frozen and p.part != "neurons"]
+    adapters = {t for p in pairs if p.kind == "lora" for t in p.parameters()}
+    trained = [together for together in halves if any(t.requires_grad for t in together - adapters)]
+    halting = {t for together in trained for t in together if not t.requires_grad}
+    reasons = {f"{s.kind}: {s.name}": why for s, why in refused}
+    return CanonicalForm(values, masks(fixed.values()), kept, symmetries, reasons, halting, wiring)
 
 
 def _without(pair: SymmetricPair, constant: Collection[object]) -> SymmetricPair:

@@ -288,18 +288,18 @@ def rotation(name: str, w: Wiring, shifts: Sequence[Block]) -> Symmetry:
 
 def symmetries_of(
     wiring: Wiring | None, pairs: Sequence[SymmetricPair], *, classes: bool
-) -> tuple[list[Symmetry], dict[str, str]]:
+) -> tuple[list[Symmetry], list[tuple[Symmetry, str]]]:
     """List the symmetries of a network outside its pairs, in the order of folding, and the refused ones with reasons.
 
     ``classes``: the network's logits are used only through a softmax.
     """
     w = Wiring(closed=False) if wiring is None else wiring
-    found, refused, tied = list[Symmetry](), dict[str, str](), w.tied()
+    found, refused, tied = list[Symmetry](), list[tuple[Symmetry, str]](), w.tied()
 
     def add(s: Symmetry, reason: str = "") -> bool:
         reason = reason or _obstacle(s, tied)
         if reason:
-            refused[f"{s.kind}: {s.name}"] = reason
+            refused.append((s, reason))
         else:
             found.append(s)
         return not reason
