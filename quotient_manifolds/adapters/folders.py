@@ -31,6 +31,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: The factors of a layer, A (r, in, …) and B (out, r, …): lora_A, lora_embedding_A in peft and diffusers, lora_down in
 #: kohya's scripts, lora.down in older files of diffusers.
 _FACTOR = re.compile(r"(.+)[._]lora[._](?:embedding_)?(A|B|down|up)(?:\.weight)?")
+#: How a pattern of layers matches a path.
+_PATTERN = r"(.*\.)?({})$"
 #: Options under which a layer adds something else than the product s B A, or to other weights than those of the model.
 _NO_PRODUCTS = ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 #: Initialisations that replace the weights of the model, beginnings of their names.
@@ -82,7 +84,7 @@ class Adapter:
         def look_up(name: str, kind: str, option: str) -> Any:
             patterns = (self.config.get(f"{kind}_pattern") or {}).items()
             default = self.config.get(option, 8)
-            return next((v for p, v in patterns if re.match(rf"(.*\.)?({p})$", name)), default)
+            return next((v for p, v in patterns if re.match(_PATTERN.format(p), name)), default)
 
         names = parameters(layer, self.config) or [module_of(layer)]
         (r, alpha), *more = {(look_up(name, "rank", "r"), look_up(name, "alpha", "lora_alpha")) for name in names}
@@ -136,7 +138,13 @@ def read(place: str | os.PathLike[str]) -> Adapter:
             f"{place} was initialised by {start}, which replaces the weights of the model; save it by save_pretrained "
             "with path_initial_model_for_weight_conversion first"
         )
-    _check_patterns(place, config)
+    for option in ("rank_pattern", "alpha_pattern", "target_modules"):
+        given = config.get(option)  # a list has names instead of patterns
+        patterns = [given] if isinstance(given, str) else map(_PATTERN.format, given if isinstance(given, dict) else ())
+        try:
+            list(map(re.compile, patterns))
+        except re.error as error:
+            raise ValueError(f"{place}: {option} is no regular expression: {error}") from error
     layers = dict[str, dict[str, str]]()
     for key in keys:
         if found := _FACTOR.fullmatch(key):
@@ -151,17 +159,6 @@ def read(place: str | os.PathLike[str]) -> Adapter:
     if single and others:
         raise ValueError(f"{place} holds {others[0]}, which is no factor of LoRA")
     return Adapter(place, weights, config, layers, others)
-
-
-def _check_patterns(place: Path, config: dict[str, Any]) -> None:
-    """Raise for a pattern of layers that is no regular expression; a list of them has names instead."""
-    for option in ("rank_pattern", "alpha_pattern", "target_modules"):
-        given = config.get(option)
-        for pattern in [given] if isinstance(given, str) else given if isinstance(given, dict) else ():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{place}: {option} has {pattern!r}, no regular expression: {error}") from error
 
 
 def _ordered(config: dict[str, Any]) -> dict[str, Any]:

@@ -509,11 +509,15 @@ def test_what_cannot_be_read_is_named(tmp_path):
         "inf has NaN or infinite entries|factors of .*one have NaN or infinite": changed(
             one, tmp_path / "inf", lora_alpha=float("inf")
         ),
-        r"ranks: rank_pattern has '\[one', no regular": changed(
+        "ranks: rank_pattern is no regular expression: unterminated": changed(
             one, tmp_path / "ranks", rank_pattern={"two": 3, "[one": 3}
         ),
-        r"alphas: alpha_pattern has 'o\*\*', no regular": changed(one, tmp_path / "alphas", alpha_pattern={"o**": 3}),
-        r"modules: target_modules has '\(one', no regular": changed(one, tmp_path / "modules", target_modules="(one"),
+        "alphas: alpha_pattern is no regular expression: multiple repeat": changed(
+            one, tmp_path / "alphas", alpha_pattern={"o**": 3}
+        ),
+        r"modules: target_modules is no regular expression: missing \)": changed(
+            one, tmp_path / "modules", target_modules="(one"
+        ),
         "empty has no pairs of factors": without_tensors(one, tmp_path / "empty"),
         "NaN or infinite": changed(one, tmp_path / "nan", lambda k, t: t * torch.nan),
         "no pairs of factors in the names of peft": other_names(one, tmp_path / "loha"),
