@@ -169,10 +169,11 @@ def moments(
 def orbit_residuals(
     stack: PairStack, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None
 ) -> Tensor:
-    r"""Return ‖C‖ relative to its larger term, of every pair of a stack; NaN for 0/0."""
+    r"""Return ‖C‖ relative to its larger term, of every pair of a stack; NaN for 0/0, infinity if not finite."""
     one, two = moments(stack, gradients, weights)
     sizes = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim()))) for t in (one - two, one, two)]
-    return sizes[0] / torch.maximum(sizes[1], sizes[2])
+    larger = torch.maximum(sizes[1], sizes[2])
+    return torch.where(larger.isfinite(), sizes[0] / larger, torch.inf)
 
 
 def certify(
@@ -237,9 +238,9 @@ def largest(numbers: Iterable[float]) -> float:
 
 
 def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Return the largest change of finite outputs, relative to the largest of them; NaN if one has become NaN."""
+    """Return the largest change of finite outputs, relative to their largest; NaN if one became NaN, or for none."""
     finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
-    scale = max((float(b.abs().max()) for b, _ in finite), default=0.0)
+    scale = max((float(b.abs().max()) for b, _ in finite), default=math.nan)
     return largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
 
 

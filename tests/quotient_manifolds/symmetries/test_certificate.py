@@ -349,6 +349,17 @@ def test_halving_finds_the_layers_that_single_moves_find():
     assert broken([], run) == []
 
 
+def test_outputs_that_are_nan_certify_nothing():
+    model, batch = networks.vit(), networks.images()
+    assert verify(model, batch).ok
+    with torch.no_grad():
+        model.classifier.weight.fill_(torch.nan)
+    for moves in (True, False):
+        found = verify(model, batch, moves=moves)
+        assert {p.name for p in found.failures} == {p.name for p in find_symmetric_pairs(model)}
+        assert not found.unreached
+
+
 def test_clipped_values_are_no_symmetry_however_far_the_clip():
     """Flat at the weights and for small moves: at condition 3 nothing is clipped."""
     model, (x, _) = networks.vit(), networks.images()
