@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..linalg import at_least_float32, column_rank_ratio, in_double
+from ..linalg import at_least_float32, column_rank_ratio, finite, in_double
 from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
@@ -90,6 +90,8 @@ def orientation(pair: SymmetricPair) -> bool | None:
     None for an adapter of which both factors lack full rank, but not so far that gradients could not move it.
     """
     x = PairStack([pair]).gather({p: full(p.detach()) for p in pair.parameters()})[0]
+    if not finite(x):
+        raise ValueError(f"pair {pair.name!r} has NaN or infinite entries; load intact weights")
     tolerance = x.shape[-1] * torch.finfo(at_least_float32(x.real.dtype)).eps
     G, H = (
         X.shape[-2] >= X.shape[-1] and bool((column_rank_ratio(in_double(X)) > tolerance).all())

@@ -548,6 +548,12 @@ def test_factors_without_shape_or_values_are_named():
         ValueError, match=r"'base_model\.model\.0 lora default' is on the meta device; load its weights"
     ):
         create_quotient_lora_optimizer(model(low_cpu_mem_usage=True), lr=1e-3)
+    broken = model()
+    broken.base_model.model[0].lora_A["default"].weight.data[0, 0] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"'base_model\.model\.0 lora default' has NaN or infinite entries; load intact"
+    ):
+        create_quotient_lora_optimizer(broken, lr=1e-3)
     flat = model()
     for factors in (flat.base_model.model[0].lora_A, flat.base_model.model[0].lora_B):
         factors["default"].weight = nn.Parameter(torch.empty(0))  # what a rank of FSDP1 may see
