@@ -49,13 +49,15 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
             f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
             "pass loss_fn(model, batch) for anything else, and wrap a single batch in a list"
         )
+    labels = batch.get("labels") if by_name else batch[1]
+    if isinstance(labels, Tensor) and 0 in labels.shape:
+        raise ValueError("a batch has no labels; leave it out")
     try:
         output = default_forward(model, batch)
     except IndexError as error:
         if reason := _lacking_rows(error, model):
             raise ValueError(reason) from error
         raise
-    labels = batch.get("labels") if by_name else batch[1]
     look_up = output.get if isinstance(output, Mapping) else partial(getattr, output)
     scores, loss = output if isinstance(output, Tensor) else look_up("logits", None), look_up("loss", None)
     if by_name and loss is None:

@@ -248,6 +248,7 @@ def with_dropout(model, batch):
         ({"measure": "flatness"}, "unknown measure 'flatness'; choose one of geodesic-inv"),
         ({"statistic": "third"}, "statistic must be 'worst', 'average'"),
         ({"batches": []}, "batches is empty"),
+        ({"batches": [(torch.ones(0, 1, 8, 8), torch.ones(0).long())]}, "a batch has no labels; leave it out"),
         ({"batches": [torch.ones(3)]}, "a batch is a dict .* pass loss_fn"),
         ({"batches": {"pixel_values": 1}}, "batches is a single dict; wrap it in a list"),
         ({"batches": networks.images()}, "wrap a single batch in a list"),
