@@ -148,8 +148,8 @@ def canonical_form(
     halves = [set(s.parameters) for s, why in refused if why == "frozen weights" and s.kind != "rotation"]
     halves += [set(p.parameters()) for p in pairs if p.frozen and p.part != "neurons"]
     adapters = {t for p in pairs if p.kind == "lora" for t in p.parameters()}
-    trained = [together for together in halves if any(t.requires_grad for t in together - adapters)]
-    halting = {t for together in trained for t in together if not t.requires_grad}
+    halving = (ts for ts in halves if any(t.requires_grad for t in ts - adapters))
+    halting = {t for t in set().union(*halving) if not t.requires_grad}
     reasons = {f"{s.kind}: {s.name}": why for s, why in refused}
     return CanonicalForm(values, masks(fixed.values()), kept, symmetries, reasons, halting, wiring)
 
