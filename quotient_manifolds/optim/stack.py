@@ -101,8 +101,9 @@ class Stack:
         for blocks, x, g in zip(self.blocks, self.x, self.g, strict=True):
             parameters = blocks.parameters()
             for points, tensors in ((x, [weights.get(p, p) for p in parameters]), (g, map(gradients.get, parameters))):
-                into += blocks.parts(self._rows(points))
-                views += blocks.views(tensors)
+                of_rows, of_tensors = blocks.views(self._rows(points), tensors)
+                into += of_rows
+                views += of_tensors
         torch._foreach_copy_(into, views)
         mask = None if all(own) else torch.tensor(own, device=self.x[0].device)
         self.mask = None if mask is None else mask.repeat_interleave(self.points)

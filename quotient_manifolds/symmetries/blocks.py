@@ -284,9 +284,14 @@ class BlockStack:
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
-        parameters, columns = self.parameters(), dict[int, list[Tensor]]()
-        sources = parameters if tensors is None else map(tensors.get, parameters)
-        for run, view in zip(self.runs, self.views(sources), strict=True):
+        columns: dict[int, list[Tensor]] = {}
+        for run in self.runs:
+            p = run.block.tensor
+            source = p if tensors is None else tensors.get(p)
+            if source is None:  # not p.new_zeros, which for a shard would be one
+                view = torch.zeros(run.block.size, dtype=p.dtype.to_real(), device=p.device)
+            else:
+                view = run.block.of(source.contiguous())
             columns.setdefault(run.rows.start, []).append(view)
         return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 
@@ -295,22 +300,18 @@ class BlockStack:
         found = [getattr(run.block.module, run.block.attribute) for run in self.runs]
         return found if [p.shape for p in found] == self._shapes else [run.block.tensor for run in self.runs]
 
-    def parts(self, rows: Tensor) -> list[Tensor]:
-        """View rows run by run."""
-        return [rows[points, own_rows] for _, points, own_rows in self.runs]
-
-    def views(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
-        """View tensors in place of the parameters, run by run; None counts as zero."""
-        found = list[Tensor]()
-        for (b, *_), tensor in zip(self.runs, tensors, strict=True):
+    def views(self, rows: Tensor, tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of rows, run by run, and of tensors in place of the parameters; None counts as zero."""
+        of_rows, of_tensors = list[Tensor](), list[Tensor]()
+        for (b, points, own_rows), tensor in zip(self.runs, tensors, strict=True):
+            of_rows.append(rows[points, own_rows])
             if tensor is None:
-                p = b.tensor
-                found.append(torch.zeros(b.size, dtype=p.dtype.to_real(), device=p.device))
+                of_tensors.append(rows.new_zeros(b.size))
             else:  # Block.of in place: this runs for every block at every step
                 whole = tensor if tensor.is_contiguous() else tensor.contiguous()
                 whole = real_view(whole) if whole.is_complex() else whole
-                found.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
-        return found
+                of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
+        return of_rows, of_tensors
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -320,7 +321,8 @@ class BlockStack:
         parameters = self.parameters()
         targets = parameters if tensors is None else [tensors.get(p, p) for p in parameters]
         wholes = {t: t.contiguous() for t in targets}
-        torch._foreach_copy_(self.views(map(wholes.get, targets)), self.parts(rows))
+        parts, views = self.views(rows, map(wholes.get, targets))
+        torch._foreach_copy_(views, parts)
         for target, whole in wholes.items():
             if whole is not target:
                 target.copy_(whole)
