@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from pathlib import Path
 
 import torch
 from _common import write
@@ -15,7 +16,10 @@ from logarithm import timed
 from transformers import BertConfig, BertForSequenceClassification
 
 from quotient_manifolds.symmetries import apply_random_symmetry_
-from quotient_manifolds.symmetries.whole import Element, align_models, apply_random_moves_
+from quotient_manifolds.symmetries.whole import align_models, apply_random_moves_
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.whole_networks import random_element
 
 
 def peak() -> float:
@@ -33,7 +37,7 @@ def main() -> None:
     inputs, rows = peak(), []
     for what in ("independent", "a copy"):
         if what == "a copy":
-            other = Element.random(one, seed=1).of(one)
+            other = random_element(one, seed=1).of(one)
             apply_random_moves_(other)
             apply_random_symmetry_(other)
         (_, found), times = timed(lambda other=other: align_models(one, other))

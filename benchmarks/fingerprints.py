@@ -17,6 +17,7 @@ import argparse
 import copy
 import itertools
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -31,12 +32,14 @@ from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import (
-    Element,
     align_models,
     apply_random_moves_,
     canonical_form,
     independence_test,
 )
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.whole_networks import random_element
 
 STEPS, BATCH, LENGTH, RATE = 40, 16, 32, 5e-5
 #: What is trained from the folder's weights, and what from random ones.
@@ -199,7 +202,7 @@ def kinship(folder: Path, texts: Path, out: Path) -> list[dict[str, Any]]:
 
     nets = {"given": transformers.BertModel.from_pretrained(folder).eval()}
     nets |= {name: trained(name, folder, texts, out) for name in (*FINE_TUNES, *UNRELATED)}
-    twin = Element.random(nets["fine-tune 2"], 0).of(nets["fine-tune 2"])
+    twin = random_element(nets["fine-tune 2"], 0).of(nets["fine-tune 2"])
     apply_random_moves_(twin)
     apply_random_symmetry_(twin, pairs=canonical_form(twin).pairs)
     nets["fine-tune 2, moved"] = twin

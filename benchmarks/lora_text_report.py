@@ -166,7 +166,7 @@ def costs(frame: pd.DataFrame) -> Iterator[str]:
     shown = [m for m in SHOWN if (own.method == m).any()]
     medians = own.groupby(["method", "rank"]).optimizer_ms.median()
     body = [[m, *(f"{medians[m, r]:.0f}" if (m, r) in medians else "" for r in RANKS)] for m in shown]
-    yield from table(["the optimiser's step alone, ms", *(f"rank {r}" for r in RANKS)], body)
+    yield from table(["only the optimiser's step, ms", *(f"rank {r}" for r in RANKS)], body)
 
 
 def draw(frame: pd.DataFrame, path: Path) -> None:
@@ -179,7 +179,7 @@ def draw(frame: pd.DataFrame, path: Path) -> None:
                 means, ends = zip(*found, strict=True)
                 x = np.arange(len(RANKS)) + 0.06 * (place - 1)
                 panel.errorbar(x, means, ends, marker=marker, color=colour, label=method, capsize=3, linewidth=2)
-            panel.set(xticks=range(len(RANKS)), xlabel="rank, at the rate of rank 4", title=title)
+            panel.set(xticks=range(len(RANKS)), xlabel="rank (learning rate tuned at rank 4)", title=title)
             panel.set_xticklabels(map(str, RANKS))
         axes[0].set_ylabel("test loss")
         axes[0].legend()

@@ -155,7 +155,7 @@ def _gauge(G: Tensor, H: Tensor) -> Gauge:
     phase = peak.conj() / peak.abs()
     U, V, inverse = U * phase, V * phase, torch.where(row > 0, 1 / row, 0)
     A, A_inv = inverse.mT * (U.mH @ R_G), (R_H.mH @ V) * inverse
-    return Gauge(torch.cat([Q_G @ (U * row), Q_H @ (V * row)], dim=-2), G.shape[-2], sigma, A, A_inv)
+    return Gauge(torch.cat([U_hat * (phase * row), Q_H @ (V * row)], dim=-2), G.shape[-2], sigma, A, A_inv)
 
 
 @own_precision

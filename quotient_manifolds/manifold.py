@@ -249,7 +249,6 @@ class GLQuotientInv(GLQuotient):
     """
 
     name = "GLQuotientInv"
-    __scaling__ = GLQuotient.__scaling__.copy()
     metric = INV
 
 
@@ -284,7 +283,6 @@ class GLQuotientMix(GLQuotient):
     """
 
     name = "GLQuotientMix"
-    __scaling__ = GLQuotient.__scaling__.copy()
     metric = MIX
 
 

@@ -72,9 +72,6 @@ class _RescaleTangentSpace(TangentSpace):
         return self._unit * (draw.unsqueeze(-2) / 2**0.5)
 
 
-_scaled = QuotientManifold.__scaling__.copy()
-
-
 @in_own_precision
 class RescaleQuotient(QuotientManifold):
     r"""Pairs of vectors without zero entries, modulo (u, v) → (αu, v/α) elementwise.
@@ -114,7 +111,6 @@ class RescaleQuotient(QuotientManifold):
     """
 
     name = "RescaleQuotient"
-    __scaling__ = _scaled
     _complex_allowed = False
 
     def __init__(self, metric: str = "inv") -> None:

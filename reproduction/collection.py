@@ -279,7 +279,7 @@ def _config(
     config: dict[str, Any] = {
         "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data),
         "baselines": "reproduction.baselines:baselines",
-        "micro_batch": 16 if holds_texts(data.source) else 32,  # pieces of similar texts have little padding
+        "micro_batch": 16 if holds_texts(data.source) else 32,
         "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
         "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
                 "adaptive": [0.05, 0.1, 0.2, 0.5]},

@@ -132,7 +132,7 @@ def power(
     >>> round(power(f, torch.ones(3) / 3**0.5, 1.0, 20).value, 3)
     5.0
     """
-    g, spare = _two_like(start)
+    g, spare = torch.empty_like(start), torch.empty_like(start)  # new memory in every step would cost three passes
     value = f(start, g)
     history, base, best, top = [value], value if base is None else base, start, value
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
@@ -210,7 +210,7 @@ def auto_pgd(
     >>> auto_pgd(f, torch.zeros(2), 0.5, steps=20).point
     tensor([ 0.3000, -0.4000])
     """
-    gradients = _two_like(start)
+    gradients = torch.empty_like(start), torch.empty_like(start)
     g = gradients[0]
     value = f(start, g)
     history, base, x, previous = [value], value if base is None else base, start, start
@@ -297,11 +297,6 @@ def _done(gap: float | None, top: float, base: float, relative_tol: float, dtype
 
 
 # -- arithmetic on vectors as long as a model, in few passes -----------------------------------------------------------
-
-
-def _two_like(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the gradient at the best iterate and for the next one: new memory costs three passes."""
-    return torch.empty_like(x), torch.empty_like(x)
 
 
 def _chunks(*vectors: Tensor) -> list[tuple[Tensor, ...]]:

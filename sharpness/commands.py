@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import naming, require_extra, say
+from .errors import aligned, naming, require_extra, say
 from .files import check_apart, check_file, write_json
 from .options import DataChoice, RunOptions, Search
 
@@ -177,7 +177,6 @@ def compare(
     from quotient_manifolds.symmetries import model_distance
 
     from .models import load
-    from .results import aligned
 
     two = [load(name).model if model is None else load(model, name).model for name in (one, other)]
     with naming(f"{one} and {other} cannot be compared"):

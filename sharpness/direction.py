@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import block_class, divide, named_weights
+from .errors import aligned
 from .measures import Measure, PairBlock
 from .points import PointBlock, WeightBlock
 
@@ -128,15 +129,13 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     ...     model(x).T
     tensor([[2.8944, 1.2236]])
     """
-    base, moved = along(model, direction)
-    with pointing_to(model, {**base, **moved(t)}):
+    with pointing_to(model, _weights_along(model, direction, t)):
         yield model
 
 
-def along(
-    model: nn.Module, direction: Direction
-) -> tuple[Mapping[Tensor, Tensor], Callable[[float], dict[Tensor, Tensor]]]:
-    """Return the weights of a model's representative, and a function from t to those at t, for :func:`pointing_to`."""
+@torch.no_grad()
+def _weights_along(model: nn.Module, direction: Direction, t: float) -> dict[Tensor, Tensor]:
+    """Return the weights of a model that is moved along a direction."""
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
     parameters = named_weights(model)
@@ -149,39 +148,29 @@ def along(
                 "it belongs to another model"
             )
     moving = {name: parameters[name] for name in direction.tensors}
-    with torch.no_grad():
-        vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
-        measure, canonical = direction.measure, direction.measure.form == "canonical"
-        pairs = direction.given if canonical else direction.pairs
-        if pairs and not all(b.module in set(model.modules()) for b in pairs[0].G):  # of the copy that was measured
-            pairs = in_copy(pairs, pairs[0].model or model, model)
-        trained = {p: p.requires_grad for p in parameters.values()}
-        try:  # the form depends on what is frozen, which may have changed since
-            for name, p in parameters.items():
-                p.requires_grad_(name in direction.tensors)
-            form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
-        finally:
-            for p, before in trained.items():
-                p.requires_grad_(before)
-        base = {} if form is None else form.values
-        with pointing_to(model, base):
-            found, *_ = divide(model, measure, pairs, moving, form=form, only_some=canonical)
-            blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in found]
-            inside = {p for b in blocks for p in b.parameters}
-            alone = {name: p for name, p in moving.items() if measure.takes_points and is_point(p) and p not in inside}
-            points = [PointBlock(name, p, torch.float64) for name, p in alone.items()]
-
-    @torch.no_grad()
-    def moved(t: float) -> dict[Tensor, Tensor]:
+    vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
+    measure, canonical = direction.measure, direction.measure.form == "canonical"
+    pairs = direction.given if canonical else direction.pairs
+    if pairs and not all(b.module in set(model.modules()) for b in pairs[0].G):  # of the copy that was measured
+        pairs = in_copy(pairs, pairs[0].model or model, model)
+    with ExitStack() as stack:
+        for name, p in parameters.items():  # the form depends on what is frozen, which may have changed since
+            stack.callback(p.requires_grad_, p.requires_grad)
+            p.requires_grad_(name in direction.tensors)
+        form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
+    base = {} if form is None else form.values
+    with pointing_to(model, base):
+        found, *_ = divide(model, measure, pairs, moving, form=form, only_some=canonical)
         weights = {p: (in_double(base.get(p, p)) + t * in_double(v)).to(v) for p, v in vector.items()}
-        for point in points:
-            weights[point.parameter].copy_(point.retract(t * in_double(vector[point.parameter])))
-        for block in blocks:
-            u = block.stack.gather(vector)
-            block.stack.scatter_(block.retract(t * u.to(block.tangent.x)), weights)
-        return weights
-
-    return base, moved
+        for s in found:
+            block = block_class(measure, s)(s, measure, torch.float64, at_model=True)
+            u = s.gather(vector)
+            s.scatter_(block.retract(t * u.to(block.tangent.x)), weights)
+        inside = {p for s in found for p in s.parameters()}
+        for name, p in moving.items() if measure.takes_points else ():
+            if is_point(p) and p not in inside:
+                weights[p].copy_(PointBlock(name, p, torch.float64).retract(t * in_double(vector[p])))
+    return {**base, **weights}
 
 
 # -- where it lies -----------------------------------------------------------------------------------------------------
@@ -244,8 +233,7 @@ class LayerShares(list[LayerShare]):
         for layer in dict.fromkeys(layer for layer, _ in sums):
             shares = [sums.get((layer, part)) for part in parts]
             rows.append([layer, *("" if share is None else f"{share:.1%}" for share in shares)])
-        widths = [max(len(row[0]) for row in rows), *(max(7, len(part)) for part in parts)]
-        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+        return aligned(rows)
 
 
 class NetworkParts:

@@ -41,10 +41,8 @@ class World:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(group, (dist.ProcessGroup, int, type(None))):  # an int in processes that are no members
-            raise TypeError(f"group must be a process group, got {type(group).__name__}")
         self.group = group
-        self.rank = 0 if group is None else -1 if isinstance(group, int) else dist.get_rank(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("this process does not belong to the group; call evaluate on its members only")
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -64,12 +62,6 @@ class World:
     def all(self, what: bool) -> bool:
         """Return whether something holds on every process."""
         return all(self._exchange(what))
-
-    def exchange(self, sent: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, ...]:
-        """Send a flat tensor to every process; ``counts`` says how many numbers come from each."""
-        out = sent[0].new_empty(sum(counts))
-        dist.all_to_all_single(out, torch.cat(list(sent)), list(counts), [len(t) for t in sent], group=self.group)
-        return out.split(list(counts))
 
     @contextmanager
     def together(self) -> Iterator[list[Any]]:
@@ -167,18 +159,14 @@ def is_sharded_model(model: nn.Module) -> bool:
 
 def check_sharded(model: nn.Module) -> None:
     """Refuse models that cannot be measured while sharded."""
-    mesh = None
+    mesh: Any = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
     for name, p in model.named_parameters():
+        placements: Sequence[Any] = getattr(p, "placements", ())
+        problem = None
         if not is_sharded(p):
             if p.requires_grad:
-                raise ValueError(
-                    f"the trainable parameter {name!r} is not sharded while others are; call fully_shard on the whole "
-                    "model too, or freeze it"
-                )
-            continue
-        placements, problem = getattr(p, "placements", None), None
-        mesh = getattr(p, "device_mesh", None) if mesh is None else mesh
-        if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
+                problem = "is not sharded while others are; call fully_shard on the whole model too, or freeze it"
+        elif len(placements) != 1 or not placements[0].is_shard(0):
             problem = f"is sharded as {placements}; only FSDP2 over a mesh of one dimension, in rows, is measured"
         elif p.device_mesh != mesh:  # type: ignore[attr-defined]
             problem = "is sharded over another mesh than the first; use one mesh for all"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import pkgutil
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -87,6 +88,22 @@ def blocks(values: Iterable[float], least: float = 0.0) -> str:
     heights = [max(v - least, 0.0) for v in values]
     most = max((h for h in heights if math.isfinite(h)), default=0.0) or 1.0
     return "".join("▁▂▃▄▅▆▇█"[round(7 * h / most)] if math.isfinite(h) else " " for h in heights)
+
+
+def aligned(rows: Iterable[Sequence[str]], width: float = math.inf) -> str:
+    """Align the columns of a table, the first to the left, the others to the right; those that do not fit go below."""
+    names, *columns = zip(*rows, strict=True)
+    first = [name.ljust(max(map(len, names))) for name in names]
+    pieces, used = [[first]], len(first[0])
+    for column in columns:
+        lengths = [len(re.sub(r"\033\[\d*m", "", cell)) for cell in column]  # colours take no place
+        wide = 2 + max(lengths)
+        if used + wide > width and len(pieces[-1]) > 1:
+            pieces.append([first])
+            used = len(first[0])
+        used += wide
+        pieces[-1].append([" " * (wide - n) + cell for n, cell in zip(lengths, column, strict=True)])
+    return "\n\n".join("\n".join(map("".join, zip(*piece, strict=True))) for piece in pieces)
 
 
 def say(lines: Iterable[str], code: str, stream: TextIO | None = None) -> None:

@@ -252,6 +252,7 @@ class _Climb:
 
     def __init__(self, loss: BatchLoss, search: Search, bar: Any) -> None:
         self.loss, self.space, self.search, self.bar = loss, loss.space, search, bar
+        self._result = partial(BatchResult, batch=loss.index, base_loss=loss.base, base_error=loss.base_error)
 
     def at_weights(self, *, hessian: bool) -> BatchResult:
         """Measure the gradient's length, or the Hessian."""
@@ -263,10 +264,7 @@ class _Climb:
             trace, error = operator.trace(self.search.num_samples, seed=self.search.seed)
             loss.passes += operator.num_matvecs
         self.bar.update()
-        return BatchResult(
-            batch=loss.index, rho=0.0, value=value, base_loss=loss.base, worst_loss=loss.base,
-            base_error=loss.base_error, trace=trace, std_error=error,
-        )  # fmt: skip
+        return self._result(rho=0.0, value=value, worst_loss=loss.base, trace=trace, std_error=error)
 
     def average(self, rho: float) -> BatchResult:
         """Average the loss over Gaussian directions."""
@@ -275,11 +273,9 @@ class _Climb:
         for sample in range(self.search.num_samples):
             losses.append(loss(self._random(sample).mul_(rho)))
             self._show(rho, losses)
-        return BatchResult(
-            batch=loss.index, rho=rho, value=statistics.fmean(losses) - loss.base, base_loss=loss.base,
-            worst_loss=max(losses), base_error=loss.base_error, history=tuple(losses),
-            std_error=statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None,
-        )  # fmt: skip
+        value = statistics.fmean(losses) - loss.base
+        error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
+        return self._result(rho=rho, value=value, worst_loss=max(losses), history=tuple(losses), std_error=error)
 
     def worst(self, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor]:
         """Look for the largest loss, and return also where it is.
@@ -328,10 +324,10 @@ class _Climb:
         point, value = best.point, best.value
         if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value = point.zero_(), loss.base
-        result = BatchResult(
-            batch=loss.index, rho=rho, value=value - loss.base, base_loss=loss.base, worst_loss=value,
-            base_error=loss.base_error, history=best.history, fw_gap=best.fw_gap, converged=best.converged,
-            random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
+        result = self._result(
+            rho=rho, value=value - loss.base, worst_loss=value, history=best.history, fw_gap=best.fw_gap,
+            converged=best.converged, random_start=flat, distance=space.norm(point),
+            num_exited_pairs=space.num_exited_pairs(point),
         )  # fmt: skip
         return result, point
 

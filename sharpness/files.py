@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,10 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
     first = text.partition("\n")[0]
     delimiter = "\t" if kind == ".tsv" else ";" if ";" in first and "," not in first else ","
     quoting: Any = csv.QUOTE_NONE if kind == ".tsv" else csv.QUOTE_MINIMAL
-    limit = csv.field_size_limit(2**31 - 1)  # by default texts of 131,072 characters are refused
-    try:
-        with naming(f"{path} is not a readable table"):
-            lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True)
-            table = [line for line in lines if line]
-    finally:
-        csv.field_size_limit(limit)
+    with naming(f"{path} is not a readable table"), ExitStack() as stack:
+        stack.callback(csv.field_size_limit, csv.field_size_limit(2**31 - 1))  # texts of 131,072 characters are refused
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True)
+        table = [line for line in lines if line]
     names = table.pop(0) if header and table else [str(i) for i in range(max(map(len, table), default=0))]
     if len(set(names)) < len(names):
         raise ValueError(f"{path} has two columns of one name ({', '.join(names)}); rename one of them")

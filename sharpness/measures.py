@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from quotient_manifolds import Gauge, GLTangentSpace, canonical_gauge
 from quotient_manifolds.linalg import at_least_float32, in_double, standard_normal
 from quotient_manifolds.metrics import METRICS
 from quotient_manifolds.symmetries import PairStack
+from quotient_manifolds.symmetries.blocks import real_view
 
 #: Tensors by the parameter that they belong to.
 Tensors = Mapping[Tensor, Tensor]
@@ -80,26 +81,19 @@ class Measure:
     """
 
     name: str
-    pair_metric: str | None = None
-    elementwise: str = "adaptive"
-    form: str = "own"
-    geodesic: str = "second-order"
-    symmetry: str = "all"
+    pair_metric: Literal["inv", "mix", None] = None
+    elementwise: Literal["adaptive", "euclidean", "vector"] = "adaptive"
+    form: Literal["own", "canonical"] = "own"
+    geodesic: Literal["second-order", "first-order", "exact"] = "second-order"
+    symmetry: Literal["all", "qk", "vo", "none"] = "all"
     rho: float | None = None
     pair_block: ClassVar[Any] = None
 
     def __post_init__(self) -> None:
-        for attribute, allowed in (
-            ("pair_metric", ("inv", "mix", None)),
-            ("elementwise", ("adaptive", "euclidean", "vector")),
-            ("form", ("own", "canonical")),
-            ("geodesic", ("second-order", "first-order", "exact")),
-            ("symmetry", ("all", "qk", "vo", "none")),
-        ):
-            if getattr(self, attribute) not in allowed:
-                raise ValueError(
-                    f"measure {self.name!r}: {attribute} must be one of {allowed}, got {getattr(self, attribute)!r}"
-                )
+        for name, kind in get_type_hints(Measure).items():
+            value = getattr(self, name)
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise ValueError(f"measure {self.name!r}: {name} must be one of {get_args(kind)}, got {value!r}")
 
     @property
     def divides(self) -> bool:
@@ -284,7 +278,7 @@ class PairBlock:
             rounded = gauge if at_model else gauge.to(dtype, x.device)
             self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
             self.tangent: Any = self.horizontal_space(rounded, in_double(x) if at_model else None)
-        self.dim = x.numel() * (2 if x.is_complex() else 1)
+        self.dim = real_view(x).numel()
         #: Whether the retraction is a quadratic function of the vector, as the Hessian needs.
         self.quadratic = type(self).retract is PairBlock.retract and measure.geodesic != "exact"
         # The second-order geodesic has a pull-back in closed form.
@@ -304,9 +298,6 @@ class PairBlock:
         x = self.tangent.x
         return torch.view_as_complex(c.view(*x.shape, 2)) if x.is_complex() else c.view(x.shape)
 
-    def _flat(self, x: Tensor) -> Tensor:
-        return (torch.view_as_real(x) if x.is_complex() else x).flatten()
-
     def _vector(self, c: Tensor) -> Tensor:
         return self.tangent.from_coordinates(self._view(c).to(self.tangent.x.dtype))
 
@@ -320,13 +311,13 @@ class PairBlock:
 
     def project(self, c: Tensor) -> Tensor:
         """Project on the horizontal space."""
-        return self._flat(self.tangent.project_coordinates(self._view(c)))
+        return real_view(self.tangent.project_coordinates(self._view(c))).flatten()
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a vector that depends on the orbit alone."""
         # It is horizontal up to rounding, which weak directions amplify: project once more.
         c = self.tangent.coordinates(self.tangent.random(generator))
-        return self._flat(self.tangent.project_coordinates(c))
+        return real_view(self.tangent.project_coordinates(c)).flatten()
 
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared length of every pair's part."""

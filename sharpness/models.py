@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -317,15 +317,13 @@ def quiet() -> Iterator[None]:
     """Keep transformers from printing bars and tables: errors are reported in one sentence."""
     from transformers.utils import logging
 
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
+    with ExitStack() as stack:
+        if logging.is_progress_bar_enabled():
+            stack.callback(logging.enable_progress_bar)
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.disable_progress_bar()
+        logging.set_verbosity(logging.CRITICAL)
         yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def checked_device(name: torch.device | str) -> torch.device:

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 Ascent = Literal["power", "apgd"]
 
 
+def _count(options: Any, **least: int) -> None:
+    """Raise unless these options, of which some may be None by default, are whole numbers from the least on."""
+    from quotient_manifolds.linalg import as_count
+
+    for name, at_least in least.items():
+        if (value := getattr(options, name)) is not None or getattr(type(options), name) is not None:
+            most = 2**63 if name == "seed" else math.inf
+            object.__setattr__(options, name, as_count(name, value, least=at_least, most=most))
+
+
 @dataclass(frozen=True)
 class Search:
     """Options of the search for the largest loss, or of its mean over random directions.
@@ -63,12 +73,7 @@ class Search:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        from quotient_manifolds.linalg import as_count
-
-        least = {"steps": 1, "restarts": 0, "num_samples": 1, "seed": 0}
-        for name, at_least in least.items():
-            most = 2**63 if name == "seed" else math.inf
-            object.__setattr__(self, name, as_count(name, getattr(self, name), least=at_least, most=most))
+        _count(self, steps=1, restarts=0, num_samples=1, seed=0)
         tol = self.relative_tol
         if isinstance(tol, bool) or not isinstance(tol, Real) or not 0 <= tol < math.inf:
             raise ValueError(f"relative_tol must be a number of at least 0, got {tol!r}")
@@ -188,11 +193,7 @@ class DataChoice:
     max_length: int = 128
 
     def __post_init__(self) -> None:
-        from quotient_manifolds.linalg import as_count
-
-        for name, least in {"batch_size": 1, "batches": 1, "num_examples": 1, "subset_seed": 0}.items():
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, as_count(name, getattr(self, name), least=least))
+        _count(self, batch_size=1, batches=1, num_examples=1, subset_seed=0)
 
     def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
         """Read the batches for a model.

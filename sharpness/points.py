@@ -45,9 +45,6 @@ class PointBlock:
     It has the methods of :class:`sharpness.measures.ElementwiseBlock`.
     """
 
-    #: The retraction is no quadratic function of the vector.
-    quadratic = False
-
     def __init__(self, name: str, parameter: geoopt.ManifoldParameter, dtype: torch.dtype) -> None:
         self.name, self.parameter, self.parameters, self.dtype = name, parameter, [parameter], dtype
         one = parameter[(0,) * (parameter.dim() - parameter.manifold.ndim)]

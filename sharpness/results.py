@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from .direction import PARTS, Direction, LayerShare, LayerShares
+from .errors import aligned
 from .files import write_json
 from .measures import Measure
 from .options import Search
@@ -319,12 +320,6 @@ def summary(results: Sequence[SharpnessResult]) -> str:
     head = ["measure", "ρ", "sharpness", "converged", *(name.split()[0][:5] for name in parts)]
     cells = [[f"{share[name]:.0%}" if name in share else "" for name in parts] for share in shares]
     return aligned([head, *(line + cell for line, cell in zip(lines, cells, strict=True))])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of a table, the first to the left and numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def settings(result: SharpnessResult) -> str:

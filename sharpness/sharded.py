@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite, in_double
+from quotient_manifolds.optim.sharded import exchange
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.pairs import in_copy
@@ -148,12 +149,7 @@ class Shards:
         theirs = [[rows[p] for p in moving if self.owner[p] == rank] for rank in ranks]
         mine = [[whole[p][self.rows(p, rank)] for p in moving if self.is_mine(p)] for rank in ranks]
         sent, filled = (theirs, mine) if to_owners else (mine, theirs)
-        nothing = rows[moving[0]].new_empty(0)
-        flat = [torch.cat([nothing, *(t.reshape(-1) for t in part)]) for part in sent]
-        received = self.world.exchange(flat, [sum(t.numel() for t in into) for into in filled])
-        for numbers, into in zip(received, filled, strict=True):
-            for t, part in zip(into, numbers.split([t.numel() for t in into]), strict=True):
-                t.copy_(part.view(t.shape))
+        exchange(sent, filled, torch.cat([rows[p].flatten()[:0] for p in moving]), self.world.group)
 
 
 class ShardedState(State):
@@ -276,17 +272,13 @@ class ShardedSpace(WeightSpace):
 
         FSDP2 leaves gradients in ``.grad`` alone, which is put back afterwards.
         """
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        before = [p.grad for p in trained]
-        try:
-            for p in trained:
+        with ExitStack() as stack:
+            for p in (p for p in self.model.parameters() if p.requires_grad):
+                stack.callback(setattr, p, "grad", p.grad)
                 p.grad = None
             for loss in losses:
                 loss.backward()
             found: dict[Tensor, Any] = {p: self._shards.of[p].grad for p in self.parameters.values()}
-        finally:
-            for p, g in zip(trained, before, strict=True):
-                p.grad = g
         rows = {p: g.to_local() for p, g in found.items() if g is not None}
         if not rows:
             raise ValueError(

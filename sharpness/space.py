@@ -25,6 +25,7 @@ from .points import WeightBlock
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
+HIDES = "checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False"
 
 
 class Evidence:
@@ -267,7 +268,7 @@ class WeightSpace:
                     total[p] = total[p] + g if p in total else g
             # Every batch is differentiated at the base point first, so the graph is read there alone.
             if self._at is None and len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
-                raise ValueError("checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False")
+                raise ValueError(HIDES)
             del loss, gradients
         if not total:
             raise ValueError(

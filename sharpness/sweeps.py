@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import blocks, painted, say
+from .errors import aligned, blocks, painted, say
 from .files import check_apart
 from .options import DataChoice
 
@@ -231,25 +231,9 @@ def _fitting(frame: Any) -> str:
     bold = (size == (size.max() if ranked else size.min())) & (size.max() > size.min())
     for name in size if sys.stdout.isatty() and len(size) > 1 else ():
         shown[name] += [f" {block}" for block in blocks(size[name])]
-    shown = shown.set_index(shown.columns[0])
-    bold = bold.reindex(columns=shown.columns, fill_value=False).set_index(shown.index)
+    for name in bold:
+        shown.loc[bold[name], name] = shown.loc[bold[name], name].map(lambda cell: painted(cell, "1", sys.stdout))
     width = shutil.get_terminal_size((10**4, 24)).columns  # a file takes any
-    plain, turned = _pieces(shown, bold, width), _pieces(shown.T, bold.T, width)
-    return "\n\n".join(turned if len(turned) == 1 < len(plain) else plain)
-
-
-def _pieces(cells: Any, bold: Any, width: int) -> list[str]:
-    """Align the columns of a table, as many side by side as fit."""
-    names = [cells.index.name or cells.columns.name, *map(str, cells.index)]
-    first = [name.ljust(max(map(len, names))) for name in names]
-    pieces, used = list[list[str]](), width
-    for name in cells:
-        column = [str(name), *cells[name]]
-        wide = 2 + max(map(len, column))
-        if used + wide > width:
-            pieces.append(list(first))
-            used = len(first[0])
-        used += wide
-        for i, (text, best) in enumerate(zip(column, [False, *bold[name]], strict=True)):
-            pieces[-1][i] += painted(text.rjust(wide), "1", sys.stdout) if best else text.rjust(wide)
-    return ["\n".join(piece) for piece in pieces]
+    rows = [list(shown.columns), *shown.to_numpy().tolist()]
+    plain, turned = aligned(rows, width), aligned(zip(*rows, strict=True), width)
+    return turned if "\n\n" in plain and "\n\n" not in turned else plain

@@ -23,7 +23,7 @@ def commands(parser, *names):
 
 def marked(text):
     """Options in text as code, in which two hyphens stay two; names of pages as links."""
-    text = re.sub(r"docs/([\w/]+\.md)", r"[\1](\1)", text)
+    text = re.sub(r"docs/([\w/]+\.md)", r"[how](\1)", text)
     return re.sub(r"(?<![`\w-])--[a-z-]+(?![^`\n]*`)", r"`\g<0>`", text.replace("%%", "%"))
 
 
@@ -78,9 +78,9 @@ def reference():
     measuring, merging = ([parser for _, parser in list(commands(each))[1:]] for each in (top, lora))
     yield "# Command line: sharpness and quotient-lora\n\n| type | to |\n|---|---|"
     yield "\n".join([*summary(top), *summary(lora)])
-    yield f"\n{marked(top.description)}\n\n{START}\n\n| exit code | meaning |\n|---|---|"
-    codes = top.epilog.partition("exit codes:\n")[2].splitlines()
-    yield "\n".join(f"| {code} | {marked(text)} |" for code, text in (line.split(maxsplit=1) for line in codes)) + "\n"
+    yield f"\n{marked(top.description)}\n\n{START}\n\n:::{{dropdown}} Exit codes\n| exit code | meaning |\n|---|---|"
+    codes = (line.split(maxsplit=1) for line in top.epilog.partition("exit codes:\n")[2].splitlines())
+    yield "\n".join(f"| {code} | {marked(text)} |" for code, text in codes) + "\n:::\n"
     for parser in measuring:
         yield from section(parser)
     for title, name in SHARED.items():

@@ -112,7 +112,7 @@ def test_the_engineer_calls_make():
     found = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())
     first, *others = found["rows"]
     measures = list(demo.RADII)
-    assert f"{found['train_accuracy']:.1%} of them correct, {found['test_accuracy']:.1%} of 360" in shown
+    assert f"{found['train_accuracy']:.1%} right, {found['test_accuracy']:.1%} of 360 test digits" in shown
     table = {
         demo.MOVES[row["move"]][1]: [demo.times(row[m] / first[m]) for m in measures] for row in others
     }  # fmt: skip

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries.whole import canonical_form
+from quotient_manifolds.symmetries.whole import Element, Move, canonical_form
+from quotient_manifolds.symmetries.whole.align import _Form
+from quotient_manifolds.symmetries.whole.fits import permutation
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
 IMAGES = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
@@ -229,6 +231,23 @@ def forward(model, batch):
 def count(model, **options):
     """The dimensions of all symmetries of a network, by kind."""
     return canonical_form(model, **options).dimensions
+
+
+def random_move(cell, generator):
+    """An order of the units of a cell, and of the queries in each."""
+    sizes = ((cell.units,), (cell.units, cell.queries))
+    return Move(*(torch.rand(size, generator=generator).argsort() for size in sizes))
+
+
+@torch.no_grad()
+def random_element(model, seed=0):
+    """Permutations of heads, queries, neurons, and entries of the stream, under RMSNorm with signs."""
+    form, generator, stream = _Form(model), torch.Generator().manual_seed(seed), None
+    if form.vectors:
+        d = form.vectors[0].size[1]
+        scores = torch.randn(d, d, generator=generator, dtype=torch.float64)
+        stream = permutation(scores, torch.zeros_like(scores), signs=not form.centring)
+    return Element(stream, {c.name: random_move(c, generator) for c in form.cells if c.units})
 
 
 def loss(model, batch):

@@ -148,7 +148,7 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     right_in_test = float((before.argmax(1) == y_test).double().mean())
     right = float((_log_probabilities(model, x_train).argmax(1) == y_train).double().mean())
     print(
-        f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them correct, "
+        f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} right, "
         f"{right_in_test:.1%} of {len(y_test)} test digits\n"
     )
     change, rows = 0.0, list[dict[str, Any]]()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..symmetries.lora import adapter_pairs, adapter_tensors, canonicalize_lora_, is_lora
+from ..symmetries.lora import adapter_of, adapter_pairs, canonicalize_lora_, is_lora
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
@@ -84,8 +84,8 @@ def create_quotient_lora_optimizer(
     if not pairs:
         raise ValueError(f"the model has no LoRA adapter of peft with two trainable factors{_no_adapter(model)}")
     chosen = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-    others = [own.values() for a, own in adapter_tensors(model).items() if chosen is not None and a not in chosen]
-    return _create(model, pairs, {t for own in others for t in own}, optimizer, {"lr": lr, **options})
+    others = {t for name, t in model.named_parameters() if chosen and adapter_of(name) not in (None, *chosen)}
+    return _create(model, pairs, others, optimizer, {"lr": lr, **options})
 
 
 def create_quotient_optimizer(

@@ -84,20 +84,13 @@ class QuotientOptimizer(Optimizer):
         return torch.compiler.disable(Optimizer.profile_hook_step(func))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among them.
+        """Add a group of parameters, as torch's optimisers do; :meth:`add_pairs` tells which of them form pairs.
 
         Its ``lr`` holds for all of them; without one, that of the optimiser does, as for the groups it was made with.
         """
         group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
-        pairs = group.pop("pairs", None)
         check_options({**self.defaults, **group}, self.defaults)
         super().add_param_group(group)
-        try:
-            if pairs is not None:
-                self.add_pairs(pairs)
-        except Exception:
-            self.param_groups.pop()
-            raise
 
     def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
         """Tell which of the optimiser's parameters form pairs; known pairs are ignored.

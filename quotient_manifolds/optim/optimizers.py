@@ -51,7 +51,7 @@ class QuotientAdam(QuotientOptimizer):
     pairs : iterable of SymmetricPair
         ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; for attention with ``key_bias="drop"``, see
         :func:`create_quotient_optimizer`. Pairs without a group, and pairs without a parameter among ``params``, are
-        ignored. More can be added later by ``add_param_group({"params": …, "pairs": …})``.
+        ignored. More can be added later by ``add_param_group({"params": …})`` and :meth:`add_pairs`.
     lr : float
         η.
     betas : (float, float)

@@ -41,6 +41,20 @@ def _share(s: Stack, rank: int, size: int) -> slice:
     return slice(len(s.given) * rank // size, len(s.given) * (rank + 1) // size)
 
 
+def exchange(sent: list[list[Tensor]], into: list[list[Tensor]], nothing: Tensor, group: Any) -> None:
+    """Send lists of tensors to the processes of a group by one call, and fill others by what comes from them.
+
+    What travels has the dtype and device of ``nothing``, which is empty.
+    """
+    flat = torch.cat([nothing, *(t.flatten() for own in sent for t in own)]).to(nothing.dtype)
+    coming, going = ([sum(t.numel() for t in own) for own in parts] for parts in (into, sent))
+    received = flat.new_empty(sum(coming))
+    dist.all_to_all_single(received, flat, coming, going, group=group)
+    filled = [nothing, *chain(*into)]
+    parts = received.split([t.numel() for t in filled])
+    torch._foreach_copy_(filled, [part.view(t.shape) for part, t in zip(parts, filled, strict=True)])
+
+
 class Shards:
     """The processes over which the parameters of pairs are sharded, each of which steps a share of every stack.
 
@@ -110,7 +124,8 @@ class Shards:
         found = list[dict[Any, Tensor]]()
         for tensors in ({}, gradients):
             found.append({p: self._nothing.new_empty(p.shape) for p in self._needed[self.rank]})
-            self._exchange([[tensors.get(p, p).to_local() for p in own] for own in self._needed], self._rows(found[-1]))
+            local = [[tensors.get(p, p).to_local() for p in own] for own in self._needed]
+            exchange(local, self._rows(found[-1]), self._nothing, self.group)
         return found[0], {**gradients, **{p: t for p, t in found[1].items() if p in gradients}}
 
     def scatter_(self, whole: Mapping[Any, Tensor]) -> None:
@@ -119,7 +134,7 @@ class Shards:
             return
         before = {p: p.to_local().clone() for p in self._common}
         into = [[before[p].clone() if p in before else p.to_local() for p in own] for own in self._needed]
-        self._exchange(self._rows(whole), into)
+        exchange(self._rows(whole), into, self._nothing, self.group)
         for p, new in zip(chain(*self._needed), chain(*into), strict=True):
             if p in before:  # each has changed the entries of its own pairs
                 p.to_local().copy_(torch.where(new == before[p], p.to_local(), new))
@@ -132,16 +147,6 @@ class Shards:
             for own, rows in zip(found, t.chunk(self.size, dim), strict=False):
                 own.append(rows)
         return found
-
-    def _exchange(self, sent: list[list[Tensor]], into: list[list[Tensor]]) -> None:
-        """Send lists of tensors to the processes by one call, and fill others by what comes from them."""
-        flat = torch.cat([self._nothing, *(t.flatten() for own in sent for t in own)]).to(self._nothing.dtype)
-        coming, going = ([sum(t.numel() for t in own) for own in parts] for parts in (into, sent))
-        received = flat.new_empty(sum(coming))
-        dist.all_to_all_single(received, flat, coming, going, group=self.group)
-        filled = [self._nothing, *chain(*into)]
-        parts = received.split([t.numel() for t in filled])
-        torch._foreach_copy_(filled, [part.view(t.shape) for part, t in zip(parts, filled, strict=True)])
 
     def whole_state(self, s: Stack) -> dict[str, Tensor]:
         """Return the state of all pairs of a stack, from all processes."""

@@ -288,7 +288,10 @@ class BlockStack:
         for run in self.runs:
             p = run.block.tensor
             source = p if tensors is None else tensors.get(p)
-            view = real_view(p).new_zeros(run.block.size) if source is None else run.block.of(source.contiguous())
+            if source is None:  # not p.new_zeros, which for a shard would be one
+                view = torch.zeros(run.block.size, dtype=p.dtype.to_real(), device=p.device)
+            else:
+                view = run.block.of(source.contiguous())
             columns.setdefault(run.rows.start, []).append(view)
         return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 

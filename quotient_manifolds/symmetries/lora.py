@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -73,20 +74,10 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
             yield layer, name, getattr(*B)
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Look up what belongs to each adapter: factors, biases, DoRA's magnitudes, saved modules and tokens, by place."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for path, m in model.named_modules():
-        layer: Any = m  # a LoRA layer, or what wraps a module that is saved, or trained for some tokens
-        tokens = getattr(layer, "token_indices", {})
-        if is_lora(m) or (type(m).__module__.startswith("peft.") and (tokens or hasattr(m, "original_module"))):
-            for place, part in m.named_children():
-                if isinstance(part, nn.ModuleDict | nn.ParameterDict):
-                    for name, own in part.items():
-                        where = f"{path}.{place}" + (f" of the tokens {tokens[name]}" if name in tokens else "")
-                        tensors = own.state_dict(keep_vars=True) if isinstance(own, nn.Module) else {"": own}
-                        found.setdefault(name, {}).update((f"{where}.{k}".rstrip("."), t) for k, t in tensors.items())
-    return found
+def adapter_of(name: str) -> str | None:
+    """Return the adapter to which a parameter of this name belongs: as factor, bias, magnitude, saved module, token."""
+    found = re.search(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.([^.]+)", name)
+    return found and found[1]
 
 
 def _blocks(A: Attribute, B: Attribute, expert: int, experts: int) -> tuple[Block, Block]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,9 +59,8 @@ _PLACE = ("checkpoint", "kind", "measure", "rho")
 
 def in_words(failure: Row) -> str:
     """Say what failed, and why."""
-    at = (
-        f" at rho = {failure['rho']:g}" if isinstance(failure.get("rho"), float) else ""
-    )  # the others' results are kept
+    # Where a single radius failed, the results at the others are kept.
+    at = f" at rho = {failure['rho']:g}" if isinstance(failure.get("rho"), float) else ""
     return f"{failure['checkpoint']}, {failure.get('measure', failure['kind'])}{at}: {failure['error']}"
 
 
@@ -160,10 +160,8 @@ def read_failures(path: str | os.PathLike[str]) -> list[str]:
     ...     read_failures(place)
     ['a (fit): the file is broken']
     """
-    file, found = (
-        (Path(path) if Path(path).is_dir() else Path(path).parent) / "failed.jsonl",
-        dict[Any, dict[str, None]](),
-    )
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "failed.jsonl"
+    found: dict[Any, dict[str, None]] = {}
     for row in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()):
         found.setdefault((row["checkpoint"], row["error"]), {})[row.get("measure", row["kind"])] = None
     return [f"{checkpoint} ({', '.join(jobs)}): {error}" for (checkpoint, error), jobs in found.items()]
@@ -216,12 +214,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if not rows:
             raise ValueError("there is no row in it")
         msgspec.convert(rows, list[AnyRow])
-        numbers: dict[str, int] = {}
-        for number, row in enumerate(rows, 1):  # from two sweeps or data sets
-            place = json.dumps([row.get(k) for k in _PLACE], sort_keys=True)
-            first = numbers.setdefault(place, number)
-            if first < number:
-                raise ValueError(
-                    f"rows {first} and {number} are of the same checkpoint, measure and radius; keep one of them"
-                )
+        ((place, count),) = Counter(json.dumps([row.get(k) for k in _PLACE]) for row in rows).most_common(1)
+        if count > 1:  # from two sweeps or data sets
+            raise ValueError(f"{count} rows are of the same checkpoint, measure and radius, {place}; keep one of them")
     return rows

@@ -680,7 +680,7 @@ def test_the_command(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == compare(one, out)
     assert main(["compare", one, out]) == 0
     table = capsys.readouterr().out
-    assert [line.split()[:3] for line in table.splitlines()[1:3]] == [["one", "3", "5"], ["two", "3", "5"]]
+    assert [line.split()[:4] for line in table.splitlines()[1:3]] == [[name, "3", "/", "5"] for name in ("one", "two")]
     assert "differs: r, 3 and 5" in table
     assert main(["merge", one, "--out", out]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -10,9 +10,9 @@ from torch import nn
 from quotient_manifolds import GLQuotientMix
 from quotient_manifolds.compare import _path
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, model_distance
-from quotient_manifolds.symmetries.whole import Element, apply_random_moves_
+from quotient_manifolds.symmetries.whole import apply_random_moves_
 from tests import networks
-from tests.whole_networks import build
+from tests.whole_networks import build, random_element
 
 
 def encoder(heads=2):
@@ -38,7 +38,7 @@ def test_distances_are_those_of_the_manifold_and_do_not_see_the_symmetry():
 def test_all_symmetries_are_divided_out():
     torch.manual_seed(0)
     one = build("llama")
-    copied = Element.random(one, seed=1).of(one)
+    copied = random_element(one, seed=1).of(one)
     apply_random_moves_(copied)
     apply_random_symmetry_(copied)
     assert model_distance(one, copied).total > 1

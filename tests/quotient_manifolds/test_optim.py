@@ -794,10 +794,14 @@ def test_groups_and_pairs_given_twice():
     extra = lora(targets=("0",))
     with pytest.raises(ValueError, match="max_grad_norm clips all groups together"):
         optimizer.add_param_group({"params": trainable(extra), "max_grad_norm": 1.0})
-    for _ in range(2):  # a refused group leaves nothing behind
+    first, *rest = trainable(extra)
+    optimizer.add_param_group({"params": [first]})
+    for _ in range(2):  # a refused pair leaves nothing behind
         with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
-            optimizer.add_param_group({"params": trainable(extra)[:1], "pairs": find_symmetric_pairs(extra)})
-    optimizer.add_param_group({"params": trainable(extra), "pairs": find_symmetric_pairs(extra)})
+            optimizer.add_pairs(find_symmetric_pairs(extra))
+    optimizer.param_groups[-1]["params"] += rest
+    optimizer.add_pairs(find_symmetric_pairs(extra))
+    assert len(optimizer.state_dict()["pairs"]) == len(pairs) + 1
     assert create_quotient_lora_optimizer(model, lr=1e-3, adapter_names="default") is not None
     wide = lora(r=11)  # more columns than the second layer has outputs
     assert canonicalize_lora_(wide) == [p.name for p in find_symmetric_pairs(wide) if p.n >= 11]

@@ -154,7 +154,8 @@ def test_adapters_switched_and_added_later():
     model.double()
     optimizer.zero_grad()
     new = adapter_pairs(model, ["third"])
-    optimizer.add_param_group({"params": [b.tensor for p in new for b in p.G + p.H], "pairs": new, "lr": 3e-2})
+    optimizer.add_param_group({"params": [b.tensor for p in new for b in p.G + p.H], "lr": 3e-2})
+    optimizer.add_pairs(new)
     losses = train(model, optimizer, 6, schedule=False)
     assert losses[-1] < losses[0]
 

@@ -132,12 +132,14 @@ class Checkpointed(nn.Module):
         self.first, self.second, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 3), reentrant
 
     def forward(self, x):
-        x = x.clone().requires_grad_() if self.reentrant else x
-        h = torch.utils.checkpoint.checkpoint(lambda t: self.first(t).relu(), x, use_reentrant=self.reentrant)
+        x = x.clone().requires_grad_() if self.reentrant == "seen" else x
+        h = torch.utils.checkpoint.checkpoint(lambda t: self.first(t).relu(), x, use_reentrant=bool(self.reentrant))
         return self.second(h)
 
 
-def test_gradient_checkpointing():
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("hidden", ["seen", "not in the graph"])
+def test_gradient_checkpointing(hidden):
     torch.manual_seed(1)
     model = Checkpointed(reentrant=False)
     x, y = torch.randn(6, 8), torch.randint(3, (6,))
@@ -148,10 +150,14 @@ def test_gradient_checkpointing():
     found = float(sharpness.evaluate(model, [(x, y)], measure="adaptive", rho=0.5))
     assert found == pytest.approx(expected, rel=1e-10)
     assert_same(snapshot(model), before)
-    model.reentrant = True  # the old kind, behind which autograd.grad sees no weights
+    model.reentrant = hidden  # the old kind, behind which autograd.grad sees no weights
     with pytest.raises(ValueError, match="pass use_reentrant=False"):
         sharpness.evaluate(model, [(x, y)], measure="adaptive", rho=0.5)
     assert_same(snapshot(model), before)
+    with networks.training(model, "second"):  # what is hidden is frozen
+        with networks.training(plain, "2"):
+            expected = float(sharpness.evaluate(plain, [(x, y)], measure="adaptive", rho=0.5))
+        assert float(sharpness.evaluate(model, [(x, y)], measure="adaptive", rho=0.5)) == pytest.approx(expected)
 
 
 def test_sparse_gradients_and_gradient_penalties():

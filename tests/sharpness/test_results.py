@@ -194,7 +194,7 @@ def test_the_table_of_shares():
     found = LayerShares([LayerShare("a.0", "Q–K", 0, 0.5), LayerShare("a.0", "Q–K", 1, 0.25),
                          LayerShare("head", "head", None, 0.25)])  # fmt: skip
     assert found.by_part() == {"Q–K": 0.75, "head": 0.25}
-    assert str(found).splitlines() == ["layer      Q–K     head", "a.0      75.0%         ", "head              25.0%"]
+    assert str(found).splitlines() == ["layer    Q–K   head", "a.0    75.0%       ", "head          25.0%"]
 
 
 def test_every_entry_belongs_to_one_part():

@@ -6,16 +6,16 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import apply_random_symmetry_
-from quotient_manifolds.symmetries.whole import Element, apply_random_moves_, canonical_form
+from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form
 from sharpness import cli
 from sharpness.models import LoadedModel
 from sharpness.sameness import _reordered, judge
-from tests.whole_networks import FAMILIES, build, inputs
+from tests.whole_networks import FAMILIES, build, inputs, random_element
 
 
 def moved(model):
     """A copy that every kind of symmetry has moved."""
-    twin = Element.random(model).of(model)
+    twin = random_element(model).of(model)
     apply_random_symmetry_(twin, pairs=canonical_form(twin).pairs)
     apply_random_moves_(twin)
     return twin

@@ -87,7 +87,7 @@ def test_a_terminal_is_shown_the_best_and_sizes(models, tmp_path, monkeypatch):
         frame.index = frame["quantity"] + [f" {r:g}" if r else "" for r in frame["rho"]]
         best = {c: set(frame.index[frame[c].abs() == frame[c].abs().max()]) for c in ("tau", "partial")}
         number = frame["tau"].abs().dropna()
-    bold = [re.findall(r"\033\[1m +([\d.e+-]+)", line) for line in lines[1:]]
+    bold = [re.findall(r"\033\[1m *([\d.e+-]+)", line) for line in lines[1:]]
     for name, found in zip(frame.index, bold, strict=True):
         assert found == [f"{frame[c][name]:.3g}" for c in best if name in best[c]]
     assert any(bold)

@@ -60,18 +60,6 @@ class Element:
     stream: Tensor | None
     cells: dict[str, Move]
 
-    @classmethod
-    @torch.no_grad()
-    def random(cls, model: nn.Module, seed: int = 0) -> Element:
-        """Draw permutations of heads, queries, neurons, and entries of the stream, under RMSNorm with signs."""
-        with _on_cpu():
-            form, g, stream = _Form(model), torch.Generator().manual_seed(seed), None
-            if form.vectors:
-                d = form.vectors[0].size[1]
-                scores = torch.randn(d, d, generator=g, dtype=torch.float64)
-                stream = permutation(scores, torch.zeros_like(scores), signs=not form.centring)
-            return cls(stream, {c.name: c.random(g) for c in form.cells if c.units})
-
     @torch.no_grad()
     def of(self, model: nn.Module) -> nn.Module:
         """Return the moved canonical form of a network, a copy of the same function."""

@@ -188,8 +188,7 @@ def centring(kind: str, name: str, vectors: Sequence[Block], overlap: int = 0) -
             state.add(rows, c[:, None])
 
     def fold(state: State) -> None:
-        for rows in vectors:
-            state.add(rows, -state.read(rows).mean(1, keepdim=True))
+        move(state, -torch.cat([state.read(rows).mean(1) for rows in vectors]))
 
     return Symmetry(kind, name, sum(sizes) - overlap, (sum(sizes),), vectors, [], move, fold)
 
@@ -206,8 +205,6 @@ def exchange(kind: str, name: str, source: Sequence[Block], targets: Sequence[Bl
 
     def fold(state: State) -> None:
         move(state, -torch.cat([state.read(rows) for rows in source]).mean(0))
-        for rows in alone:
-            state.write(rows, torch.zeros_like(state.read(rows)))
 
     return Symmetry(kind, name, dimension, (source[0].size[1],), [*source, *targets], alone, move, fold)
 

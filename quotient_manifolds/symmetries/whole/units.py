@@ -127,12 +127,6 @@ class Cell:
         """The parameters that its weights belong to, each once."""
         return list(dict.fromkeys([p for part in self.parts for p in part.rows.parameters()] + [*self.others]))
 
-    def random(self, generator: torch.Generator) -> Move:
-        """Draw an order of the units, and of the queries in each."""
-        sizes = ((self.units,), (self.units, self.queries))
-        order, queries = (torch.rand(size, generator=generator).argsort() for size in sizes)
-        return Move(order, queries)
-
     def identity(self) -> Move:
         """Return the move that changes nothing."""
         return Move(torch.arange(self.units), torch.arange(self.queries).repeat(self.units, 1))

@@ -11,7 +11,7 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.lora import adapter_tensors, lora_layers
+from quotient_manifolds.symmetries.lora import adapter_of, lora_layers
 
 from ... import architectures, networks
 from ...architectures import adapted, bert_and_batch, gpt2_and_batch
@@ -186,19 +186,22 @@ def test_lora_on_a_quantised_base_keeps_its_own_symmetry():
 def test_what_belongs_to_an_adapter():
     """And to nothing else: the model may itself hold modules by name, one of which is called as the adapter."""
     peft = pytest.importorskip("peft")
-    net = nn.ModuleDict({"one": nn.Linear(4, 5), "head": nn.Linear(5, 2)})
-    config = peft.LoraConfig(r=2, target_modules=["one"], modules_to_save=["head"], use_dora=True)
+    net = nn.ModuleDict({"one": nn.Linear(4, 5), "words": nn.Embedding(6, 4), "head": nn.Linear(5, 2)})
+    config = peft.LoraConfig(
+        r=2, target_modules=["one"], modules_to_save=["head"], use_dora=True, trainable_token_indices={"words": [1]}
+    )
     model = peft.get_peft_model(net, config, adapter_name="one")
-    model.add_adapter("two", config)
-    found, layer, head = adapter_tensors(model), model.base_model.model["one"], model.base_model.model["head"]
-    assert found.keys() == {"one", "two"}
-    for name, own in found.items():
+    model.add_adapter("two-b", config)
+    layer, words, head = (model.base_model.model[name] for name in ("one", "words", "head"))
+    found = {p: adapter_of(name) for name, p in model.named_parameters()}
+    assert set(found.values()) == {"one", "two-b", None}
+    for name in ("one", "two-b"):
         factors = [part[name].weight for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)]
-        expected = {id(t) for t in [*factors, *head.modules_to_save[name].parameters()]}
-        assert {id(t) for t in own.values()} == expected
-        assert len(expected) == 5
-    assert found["one"].keys() == found["two"].keys()
-    assert [(name, B.shape) for _, name, B in lora_layers(model)] == [("one", (5, 2)), ("two", (5, 2))]
+        tokens = words.token_adapter.trainable_tokens_delta[name]
+        expected = {*factors, tokens, *head.modules_to_save[name].parameters()}
+        assert {p for p, adapter in found.items() if adapter == name} == expected
+        assert len(expected) == 6
+    assert [(name, B.shape) for _, name, B in lora_layers(model)] == [("one", (5, 2)), ("two-b", (5, 2))]
 
 
 def test_what_forms_no_pair_has_its_factors_all_the_same():

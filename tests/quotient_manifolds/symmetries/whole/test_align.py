@@ -7,7 +7,6 @@ from torch import nn
 
 from quotient_manifolds.symmetries import GL, apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.whole import (
-    Element,
     align_models,
     apply_random_moves_,
     canonical_form,
@@ -16,7 +15,16 @@ from quotient_manifolds.symmetries.whole import (
 from quotient_manifolds.symmetries.whole.align import KINDS
 from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
 from quotient_manifolds.symmetries.whole.units import Cell, Part, acted
-from tests.whole_networks import BACKBONES, FAMILIES, build, forward, headed, inputs
+from tests.whole_networks import (
+    BACKBONES,
+    FAMILIES,
+    build,
+    forward,
+    headed,
+    inputs,
+    random_element,
+    random_move,
+)
 
 #: Units that may be permuted, layer by layer: of attention and of neurons.
 UNITS = {"t5": [2, 2, 2, 12, 12], "dinov2": [2, 2, 16, 16]}
@@ -33,7 +41,7 @@ def difference(a, b):
 
 def moved(model, seed):
     """A copy after random moves of all kinds."""
-    copied = Element.random(model, seed).of(model)
+    copied = random_element(model, seed).of(model)
     apply_random_moves_(copied, seed=seed)
     for pairs in (None, [p for p in canonical_form(copied).pairs if p.part == "neurons"]):
         apply_random_symmetry_(copied, seed=seed, pairs=pairs)
@@ -44,7 +52,7 @@ def moved(model, seed):
 def test_copies_meet(family):
     model = build(family)
     (batch,) = inputs(family)
-    element = Element.random(model, seed=3)
+    element = random_element(model, seed=3)
     units = [(len(m.order), m.queries.shape[1]) for m in element.cells.values()]
     grouped = family in QUERIES
     assert units == [(n, 1) for n in UNITS.get(family, [1 + (not grouped), 1 + (not grouped), 12, 12])] or (
@@ -76,7 +84,7 @@ def test_copies_of_headed_networks_meet(family):
         copied = moved(model, seed=2)
         after = next(iter(copied(**{k: v for k, v in batch.items() if k != "labels"}).values()))
     assert difference(after, before) < 1e-10
-    assert (Element.random(model).stream is None) == (family == "siglip")  # whose outputs are raw
+    assert (random_element(model).stream is None) == (family == "siglip")  # whose outputs are raw
     _, found = align_models(model, copied)
     assert found.distance < 1e-10 * found.size
     assert align_models(model, copied, kinds=())[1].distance > 0.1 * found.size
@@ -157,7 +165,7 @@ class TestTables:
     @pytest.mark.parametrize(("kind", "cells"), [("t5", 1 + 1 + 3), ("own", 2), ("shared", 1)])
     def test_copies_meet(self, kind, cells):
         model, batch = self.network(kind)
-        element = Element.random(model, seed=2)
+        element = random_element(model, seed=2)
         assert sum(len(m.order) == 3 for m in element.cells.values()) == cells
         copied = element.of(model)
         assert difference(forward(copied, batch), forward(model, batch)) < 1e-6  # T5's norms compute in float32
@@ -302,6 +310,6 @@ def test_identity_and_random_moves():
     cell = Cell("", (Part("neurons", [], GL(5, diagonal=True), columns=True),), 5)
     x = torch.randn(5, 1, 3, 1)
     assert torch.equal(cell.moved([x], cell.identity())[0], x)
-    drawn = cell.random(torch.Generator().manual_seed(0))
+    drawn = random_move(cell, torch.Generator().manual_seed(0))
     assert sorted(drawn.order.tolist()) == list(range(5))
     assert torch.equal(cell.moved([x], drawn)[0], x[drawn.order])

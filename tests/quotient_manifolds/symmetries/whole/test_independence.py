@@ -6,8 +6,8 @@ import scipy.stats
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries.whole import Element, apply_random_moves_, independence, independence_test
-from tests.whole_networks import build
+from quotient_manifolds.symmetries.whole import apply_random_moves_, independence, independence_test
+from tests.whole_networks import build, random_element
 
 
 def drawn(seed, neurons=40, width=8):
@@ -38,7 +38,7 @@ def test_a_moved_fine_tune_is_known(family):
     with torch.no_grad():
         for p in other.parameters():
             p += 0.01 * p.abs().mean() * torch.sin(torch.arange(p.numel(), dtype=p.dtype)).view_as(p)
-    other = Element.random(other).of(other)
+    other = random_element(other).of(other)
     apply_random_moves_(other)
     found = independence_test(one, other)
     assert found.p_value < 1e-3
