@@ -374,12 +374,17 @@ def interrupted(run, moment):
 
     def trace(frame, event, _):
         nonlocal count, begun
-        name = frame.f_code.co_filename
-        if not name.endswith(OURS):
+        if not frame.f_code.co_filename.endswith(OURS):
             return None
+        if not begun:
+            if frame.f_code.co_name not in ("put_back", "restore"):
+                return None
+            begun, caller = True, frame
+            while caller := caller.f_back:  # what is left of those that wait for it belongs to the clean-up
+                if caller.f_code.co_filename.endswith(OURS):
+                    caller.f_trace, caller.f_trace_opcodes, caller.f_trace_lines = trace, True, False
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        begun = begun or (event == "call" and frame.f_code.co_name in ("put_back", "restore"))
-        if event == "opcode" and begun:
+        if event == "opcode":
             count += 1
             if count == moment:
                 raise KeyboardInterrupt
