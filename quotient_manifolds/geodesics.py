@@ -284,6 +284,7 @@ def _follow(gram: Tensor, here: _Waypoint, until: Tensor, direction: Tensor, tol
     (…), inf where there is none.
     """
     slowest, speed = _nonzero(until).reciprocal(), _inv_speed(gram, here)
+    least, sign = slowest**2, direction.unsqueeze(-1)
     exits = torch.full_like(until, torch.inf)
     active = torch.ones_like(until, dtype=torch.bool)
     for _ in range(_MAX_LENGTH):
@@ -291,9 +292,9 @@ def _follow(gram: Tensor, here: _Waypoint, until: Tensor, direction: Tensor, tol
 
         def slope(y: Tensor, equation: Any = equation, moving: Tensor = moving, unit: Tensor = unit) -> Tensor:
             dy, speed2 = equation(y[..., :-1])
-            rate = torch.where(moving, 1 / (slowest**2 + speed2).sqrt().unsqueeze(-1), 0.0)
+            rate = torch.where(moving, 1 / (least + speed2).sqrt().unsqueeze(-1), 0.0)
             # One more feature: the time since the start of the leg, in units of its initial speed.
-            return torch.cat([dy * (direction.unsqueeze(-1) * rate), unit * rate], dim=-1)
+            return torch.cat([dy * (sign * rate), unit * rate], dim=-1)
 
         y = _integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), tol)
         there = here.regauged(gram, y[..., :-1], here.elapsed + (y[..., -1:].real / unit).squeeze(-1))
