@@ -82,5 +82,5 @@ def _table(found: dict[str, Any]) -> str:
     lines = [f"{'layer':<{width}}  {'ranks':<9}  {'norms':<16}  difference"]
     for name, at in found["layers"].items():
         (a, b), (x, y) = at["rank"], at["norm"]
-        lines.append(f"{name:<{width}}  {a:>3} / {b:<3}  {x:>7.4g} / {y:<6.4g}  {100 * at['distance']:.2g} %")
+        lines.append(f"{name:<{width}}  {a:>3} / {b:<3}  {x:>7.4g} / {y:<6.4g}  {100 * at['distance']:.3g} %")
     return "\n".join(lines + [f"differs: {name}, {a} and {b}" for name, (a, b) in found["differs"].items()])

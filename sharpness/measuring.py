@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -44,6 +44,8 @@ _SMALL = 1e-3
 #: A residual that all pairs share is the precision of the computations, at most 0.014 in half precision; up to this it
 #: is not the pairs' own, and losses may differ by three times as much.
 _SHARED = 0.03
+#: How torch begins its warning of a reentrant checkpoint behind which there is no gradient.
+_NO_GRADIENT = "None of the inputs have requires_grad"
 
 
 class RadiusError(ValueError):
@@ -137,13 +139,14 @@ class BatchLoss:
     def _check_second_pass(self, one: float) -> None:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
         model = self.space.model
-        with warnings.catch_warnings():
-            if self.space.evidence.missing()[1]:  # weights to which torch, warning, gave no gradient
-                warnings.filterwarnings("error", "None of the inputs have requires_grad")
+        unreached = self.space.evidence.missing()[1]
+        with warnings.catch_warnings() if unreached else nullcontext():
+            if unreached:  # perhaps by a checkpoint, of which torch then warns
+                warnings.filterwarnings("error", _NO_GRADIENT)
             try:
                 two = self.objective.value(model, self.pieces[0][1])
             except UserWarning as error:
-                raise ValueError(HIDES) from error
+                raise (ValueError(HIDES) if str(error).startswith(_NO_GRADIENT) else error) from error
         bound = min(_REPEATED * rounding_error(model), _ROUGHEST)
         alike = abs(one - two) <= bound * max(abs(one), abs(two), _SMALL)
         if not self.space.world.all(alike):
@@ -309,8 +312,7 @@ def _at_canonical_form(
             "register_wiring, or use the measure 'geodesic-inv'", remarks,
         )  # fmt: skip
     if space.form.halting:
-        every = named_weights(model)
-        names = _listed(every, {name for name, p in every.items() if p in space.form.halting})
+        names = _listed(named_weights(model), space.form.halting)
         remarks.append(
             f"frozen weights keep {measure.name} from dividing out symmetries that move trained ones too, so that "
             f"networks of one function may differ in it; train these as well: {names}"

@@ -25,7 +25,7 @@ from .points import WeightBlock
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
-HIDES = "checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False"
+HIDES = "checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False, or freeze weights without use"
 
 
 class Evidence:

@@ -34,7 +34,7 @@ def small_bert(folder):
 
     config = BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=60,
-        max_position_embeddings=32, num_labels=2,
+        max_position_embeddings=32, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     shake(BertForSequenceClassification(config)).save_pretrained(folder)
     wordpiece([text for text, _ in _rows(200)], 60, length=32).save_pretrained(folder)

@@ -88,6 +88,8 @@ class QuotientOptimizer(Optimizer):
 
         Its ``lr`` holds for all of them; without one, that of the optimiser does, as for the groups it was made with.
         """
+        if "pairs" in param_group:
+            raise TypeError("a group of parameters takes no pairs; pass them to add_pairs")
         group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
         check_options({**self.defaults, **group}, self.defaults)
         super().add_param_group(group)

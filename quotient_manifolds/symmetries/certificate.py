@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double, standard_normal
-from .blocks import random_elements
+from .blocks import random_elements, real_view
 from .modules import Run
 from .pairs import UNCERTIFIED, SymmetricPair
 from .stacks import PairStack, stacks
@@ -89,8 +89,8 @@ class Certificate:
     Attributes
     ----------
     residuals : dict of SymmetricPair or str to float
-        :math:`\|C\|_F / \|G^H \nabla_G\|_F`, which is 0 up to rounding for a symmetry. The pairs in ``unreached`` are
-        left out.
+        :math:`\|CΩ\|_F / \|G^H \nabla_G Ω\|_F` with eight random columns Ω, which is 0 up to rounding for a symmetry.
+        The pairs in ``unreached`` are left out.
     unreached : tuple of SymmetricPair
         The pairs whose gradient is exactly zero (frozen, zero, or not reached by the batch); they are not certified.
     tolerance : float
@@ -155,25 +155,40 @@ class Certificate:
         return "\n".join(lines)
 
 
+#: Random rows that C is multiplied by where it has more: its norm is estimated, but whether it is zero is exact.
+PROBES = 8
+
+
 @torch.no_grad()
-def moments(
-    stack: PairStack, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return Gᴴ∇_G and (Hᴴ∇_H)ᴴ, (pairs, …, h, h), whose difference is C; 1 × 1 for each column of a diagonal group."""
-    x, slope = stack.gather(weights), stack.gather(gradients)
-    wide = torch.promote_types(at_least_float32(x.dtype), slope.dtype)
-    (G, H), (of_G, of_H) = (t.to(wide).split([stack.n, stack.m], dim=-2) for t in (x, slope))
-    return G.mH @ of_G, of_H.mH @ H
-
-
 def orbit_residuals(
     stack: PairStack, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None
 ) -> Tensor:
-    r"""Return ‖C‖ relative to its larger term, of every pair of a stack; NaN for 0/0, infinity if not finite."""
-    one, two = moments(stack, gradients, weights)
+    r"""Return ‖ΩCᴴ‖ relative to its larger term, of every pair of a stack; NaN for 0/0.
+
+    Ω is the identity up to h = 8, else Gaussian of shape (8, h): ΩCᴴ costs h/8 times less than C; with the few rows on
+    the left the products are two to six times faster than with few columns on the right. For a diagonal group C is one
+    number per column.
+    """
+    like = stack.group.to_point(real_view(stack.pairs[0].G[0].tensor).new_empty(1, 0, *stack.group.columns))
+    wide, h = at_least_float32(like.dtype), like.shape[-1]
+    for p in stack.parameters():
+        wide = torch.promote_types(wide, gradients.get(p, like).dtype)
+    probe = torch.eye(h, dtype=wide, device=like.device)
+    if h > PROBES:
+        real = torch.empty(0, dtype=torch.float64, device="cpu")
+        probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
+    one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
+    for run in stack.runs:
+        p = run.block.tensor
+        if p in gradients:
+            both = (weights or {}).get(p, p), gradients[p]
+            x, slope = (stack.group.to_point(run.block.of(t.contiguous())).to(wide) for t in both)
+            if run.rows.start < stack.n:
+                one[run.points] += (probe @ slope.mH) @ x
+            else:
+                two[run.points] += (probe @ x.mH) @ slope
     sizes = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim()))) for t in (one - two, one, two)]
-    larger = torch.maximum(sizes[1], sizes[2])
-    return torch.where(larger.isfinite(), sizes[0] / larger, torch.inf)
+    return sizes[0] / torch.maximum(sizes[1], sizes[2])
 
 
 def certify(

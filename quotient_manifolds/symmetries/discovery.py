@@ -282,6 +282,8 @@ def verify(
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
+        if not any(t.isfinite().any() for t in before):
+            raise ValueError(f"all outputs of {type(model).__name__} are NaN or infinite, which certifies nothing")
         claimed = _claimed(twin, in_copy(extra, model, twin), run, "keep", include_frozen=False)
         pairs = [p for p in claimed if p.group is not None]
         found = stacks(pairs)

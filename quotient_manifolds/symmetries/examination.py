@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..linalg import standard_normal
 from .attention import Heads
 from .blocks import PLANES, BlockStack
-from .certificate import ROUNDING, broken, moments, output_gradients
+from .certificate import ROUNDING, broken, output_gradients
 from .modules import Call, Run, Wide, preserve_model_state, record, running_copy
 from .pairs import FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair
 from .registry import Watch, candidates, handler_of, uncovered
@@ -67,6 +67,15 @@ def _groups(heads: Heads, one: Tensor, two: Tensor) -> Iterator[tuple[int, Heads
             yield size + (h - size) ** 2, replace(heads, group=pairing, rotary_size=size)
     if agree(*(C.diagonal(dim1=-2, dim2=-1) for C in (one, two))):
         yield h, replace(heads, group="diagonal")
+
+
+def moments(pairs: Sequence[SymmetricPair], samples: Sequence[dict[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return Gᵀ∇_G and (Hᵀ∇_H)ᵀ of pairs of one shape, (samples, pairs, h, h)."""
+    (stack,) = stacks(pairs)
+    with torch.no_grad():
+        G, H = stack.gather().split([stack.n, stack.m], dim=1)
+        gradients = torch.stack([stack.gather(s) for s in samples]).split([stack.n, stack.m], dim=2)
+        return G.mT @ gradients[0], (H.mT @ gradients[1]).mT
 
 
 class Examination:
@@ -123,8 +132,7 @@ class Examination:
             reason = next((p.reason for p in pairs if p.group is None), "")
             if reason:
                 return replace(none, reason=reason)
-            (stack,) = stacks(pairs)
-            one, two = map(torch.stack, zip(*(moments(stack, s) for s in self.samples), strict=True))
+            one, two = moments(pairs, self.samples)
             if not bool(one.any()) and not bool(two.any()):
                 return replace(none, reason=UNCERTIFIED)
             for dimension, choice in _groups(heads, one, two):

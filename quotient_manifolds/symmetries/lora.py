@@ -76,7 +76,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 def adapter_of(name: str) -> str | None:
     """Return the adapter to which a parameter of this name belongs: as factor, bias, magnitude, saved module, token."""
-    found = re.search(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.([^.]+)", name)
+    kinds = "lora_(?:embedding_)?[AB]|lora_magnitude_vector|modules_to_save|trainable_tokens_delta"
+    found = re.search(rf"(?:^|\.)(?:{kinds})\.([^.]+)", name)
     return found and found[1]
 
 

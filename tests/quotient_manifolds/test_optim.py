@@ -795,6 +795,8 @@ def test_groups_and_pairs_given_twice():
     with pytest.raises(ValueError, match="max_grad_norm clips all groups together"):
         optimizer.add_param_group({"params": trainable(extra), "max_grad_norm": 1.0})
     first, *rest = trainable(extra)
+    with pytest.raises(TypeError, match="add_pairs"):
+        optimizer.add_param_group({"params": [first], "pairs": find_symmetric_pairs(extra)})
     optimizer.add_param_group({"params": [first]})
     for _ in range(2):  # a refused pair leaves nothing behind
         with pytest.raises(ValueError, match="is not among the optimiser's parameters"):

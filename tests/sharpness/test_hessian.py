@@ -121,9 +121,10 @@ def test_the_largest_of_negative_eigenvalues(metric, n, h, m, dtype):
         tangents = [space.direction(v.to(dtype)).tensors for v in vectors[:, values > 0.5].T]
     assert len(tangents) == (n + m - h) * h < space.dim
     J = torch.stack([(u["1.weight"] @ H + G @ u["0.weight"]).flatten().double() for u in tangents])
-    assert found == pytest.approx(-float(torch.linalg.svdvals(J)[-1] ** 2), rel=2e-4)
+    bound = 1e-3 if dtype == torch.float32 else 2e-4  # that of the search is 1e-4, of the largest eigenvalue in size
+    assert found == pytest.approx(-float(torch.linalg.svdvals(J)[-1] ** 2), rel=bound)
     result = sharpness.hessian(model, [torch.zeros(1)], loss, pairs=[own], measure=metric)
-    assert float(result) == pytest.approx(found, rel=1e-5)
+    assert float(result) == pytest.approx(found, rel=bound)
 
 
 @pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])

@@ -59,7 +59,16 @@ def encoder_decoder():
     return T5ForConditionalGeneration(config), {"input_ids": ids, "labels": labels}
 
 
+def padded():
+    batch = networks.text()
+    ids = batch["input_ids"]
+    lengths = torch.arange(len(ids)) % ids.shape[1] + 1
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return networks.bert(), {**batch, "input_ids": ids * mask, "attention_mask": mask}
+
+
 CASES = {
+    "padded": padded,
     "vit": lambda: (networks.vit(), networks.images()),
     "bert": lambda: (networks.bert(), networks.text()),
     "masked": masked_language_model,

@@ -14,7 +14,7 @@ from ...linalg import at_least_float32, in_double, standard_normal
 from ..blocks import masks
 from ..certificate import Certificate, certify, change, largest, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
-from ..modules import Forward, check_model, default_forward, running_copy
+from ..modules import Forward, check_model, default_forward, plain_names, running_copy
 from ..pairs import SymmetricPair, in_copy
 from ..stacks import PairList, stacks
 from .kinds import Symmetry, symmetries_of
@@ -37,9 +37,9 @@ class CanonicalForm:
         The other symmetries, in the order of folding.
     refused : dict of str to str
         The symmetries that could not be folded, and why.
-    halting : set of Tensor
-        Frozen parameters for which a symmetry was refused that moves trained ones too, and would move the lengths by
-        which these are measured.
+    halting : tuple of str
+        Names of the frozen parameters for which a symmetry was refused that moves trained ones too, and would move the
+        lengths by which these are measured.
     wiring : Wiring or None
         None if no adapter knows the network; then only its heads are treated.
 
@@ -58,7 +58,7 @@ class CanonicalForm:
     pairs: PairList
     symmetries: list[Symmetry] = field(repr=False)
     refused: dict[str, str]
-    halting: set[Tensor] = field(repr=False)
+    halting: tuple[str, ...] = field(repr=False)
     wiring: Wiring | None = field(repr=False)
 
     @property
@@ -149,9 +149,10 @@ def canonical_form(
     halves += [set(p.parameters()) for p in pairs if p.frozen and p.part != "neurons"]
     adapters = {t for p in pairs if p.kind == "lora" for t in p.parameters()}
     halving = (ts for ts in halves if any(t.requires_grad for t in ts - adapters))
-    halting = {t for t in set().union(*halving) if not t.requires_grad}
+    halting, plain = {t for t in set().union(*halving) if not t.requires_grad}, plain_names(model)
+    names = tuple(plain(name) for name, p in model.named_parameters() if p in halting)
     reasons = {f"{s.kind}: {s.name}": why for s, why in refused}
-    return CanonicalForm(values, masks(fixed.values()), kept, symmetries, reasons, halting, wiring)
+    return CanonicalForm(values, masks(fixed.values()), kept, symmetries, reasons, names, wiring)
 
 
 def _without(pair: SymmetricPair, constant: Collection[object]) -> SymmetricPair:

@@ -22,7 +22,7 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change, moments
+from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
 from quotient_manifolds.symmetries.modules import Wide, default_forward, record, tensors
 from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED, merged
 from quotient_manifolds.symmetries.registry import ByClass
@@ -67,8 +67,8 @@ def nullities(module, call, kinds):
         pairs = {p.kind: merged(p.pairs(plain[p.kind])) for p in proposals(alone.twin) if p.kind in kinds}
         for sample in alone.sample(max(place.size for place in kinds.values()) ** 2 + 20):
             for kind in kinds:
-                one, two = moments(*stacks(pairs[kind]), sample)
-                rows[kind].append(((one - two) / one.norm()).flatten(1)[None, :4])
+                one, two = examination.moments(pairs[kind], [sample])
+                rows[kind].append(((one - two) / one.norm()).flatten(2)[:, :4])
     for kind, place in kinds.items():
         C, found = torch.cat(rows[kind]), set()
         for head in range(C.shape[1]):

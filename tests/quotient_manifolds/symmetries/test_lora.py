@@ -202,6 +202,8 @@ def test_what_belongs_to_an_adapter():
         assert {p for p, adapter in found.items() if adapter == name} == expected
         assert len(expected) == 6
     assert [(name, B.shape) for _, name, B in lora_layers(model)] == [("one", (5, 2)), ("two-b", (5, 2))]
+    assert adapter_of("lora_A.one.weight") == "one"  # the layer is the model
+    assert adapter_of("block.lora_gate.weight") is None  # a layer of the model's own
 
 
 def test_what_forms_no_pair_has_its_factors_all_the_same():
