@@ -36,8 +36,9 @@ def create_quotient_lora_optimizer(
     model : nn.Module
         With adapters; plain, DDP-wrapped or compiled.
     lr : float
-        Learning rate. For ``"adam"``, AdamW's learning rates carry over; for ``"muon"`` it is the size of a step of the
-        adapted weights in the spectral norm, for which .02 is a starting point. One rate serves for all ranks and α.
+        Learning rate. For ``"adam"`` begin with 3e-3, three times AdamW's best on three tasks at rank 4; for ``"muon"``
+        it is the size of a step of the adapted weights in the spectral norm, for which .02 is a starting point. One
+        rate serves for all ranks and α.
     optimizer : {"adam", "muon"}
         :class:`QuotientAdam` or :class:`QuotientMuon`.
     adapter_names : sequence of str, optional
