@@ -8,15 +8,17 @@ Needs ``pip install '.[transformers,lora]'``.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 from torch import nn
+from transformers import AutoModelForSequenceClassification
 
 from quotient_manifolds.optim import create_quotient_lora_optimizer
 from sharpness.data import DataChoice
-from sharpness.models import load
+from sharpness.models import LoadedModel, quiet
 
 RANKS = (4, 64)
 
@@ -34,7 +36,8 @@ def ours(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 def train(folder: str, data: DataChoice, make: Any, lr: float, rank: int, seed: int) -> float:
     """Train a fresh adapter of a rank at a learning rate; give the loss on the last quarter of the texts."""
     torch.manual_seed(seed)
-    base = load(folder)
+    with quiet():
+        base = LoadedModel(AutoModelForSequenceClassification.from_pretrained(folder), folder=Path(folder))
     batches = data.load(base)
     held_out = [batches.pop() for _ in range(len(batches) // 4)]
     torch.manual_seed(seed)
@@ -53,7 +56,7 @@ def train(folder: str, data: DataChoice, make: Any, lr: float, rank: int, seed: 
 def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     """Run it; give the held-out losses of each optimiser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of transformers, with a classifier")
+    parser.add_argument("model", help="folder of transformers; without a classifier it gets one of two classes")
     parser.add_argument("data", help="table of texts and labels")
     parser.add_argument("--text", default="sentence", help="its column of texts")
     parser.add_argument("--label", default="label", help="its column of labels")

@@ -4,6 +4,7 @@ import configparser
 import csv
 import json
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -82,6 +83,19 @@ def test_losses_at_two_ranks_are_those_that_were_recorded():
         assert shown == [row["loss"] for row in rows if row["optimiser"] == name and row["seed"] == 0]
         large = [row["loss"] for row in rows if row["optimiser"] == name and row["rank"] == 64]
         assert f"{min(large):.2f} to {max(large):.2f}" in TEXT
+
+
+def test_ranks_are_compared_for_a_model_without_a_classifier(own, tmp_path):
+    from transformers import AutoModel, AutoTokenizer
+
+    for kind in (AutoModel, AutoTokenizer):
+        kind.from_pretrained(own / "path" / "to" / "bert").save_pretrained(tmp_path)
+    found = runpy.run_path(str(ROOT / "examples" / "lora_rank.py"))["main"](
+        [str(tmp_path), str(own / "train.tsv"), "--steps", "2"]
+    )
+    assert np.allclose(
+        [*found["AdamW"], *found["QuotientAdam"]], np.log(2), atol=0.2
+    )  # of a head that has learnt nothing
 
 
 def test_the_user_of_peft_merges_adapters(follow, own):
