@@ -255,6 +255,17 @@ def narrow(model):
     return model
 
 
+def measured_in_half():
+    """The sharpness of a model in bfloat16 is that of its copy in float32, and the model stays as it was."""
+    model, copy = bert().bfloat16(), bert().bfloat16().float()
+    copy.load_state_dict(model.state_dict())
+    found, expected = (
+        float(sharpness.evaluate(m, [text()], rho=0.1, steps=2, progress=False)) for m in (model, copy)
+    )
+    assert found == expected > 0
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
 def in_bits(bits):
     import peft
 
@@ -308,7 +319,8 @@ CHECKS = {
     "VeRA": lambda: is_no_lora("VeraConfig", r=2),
     "float32": lambda: works(adapted()),
     "float64": lambda: works(adapted().double()),
-    "LoRA on a base in bfloat16": lambda: works(narrow(adapted())),
+    "half (measured in float32)": measured_in_half,
+    "LoRA on bfloat16": lambda: works(narrow(adapted())),
     "8 bit": lambda: in_bits("8 bit"),
     "4 bit": lambda: in_bits("4 bit"),
     "points of manifolds in bfloat16": in_half_precision,
