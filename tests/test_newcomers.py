@@ -259,9 +259,7 @@ def measured_in_half():
     """The sharpness of a model in bfloat16 is that of its copy in float32, and the model stays as it was."""
     model, copy = bert().bfloat16(), bert().bfloat16().float()
     copy.load_state_dict(model.state_dict())
-    found, expected = (
-        float(sharpness.evaluate(m, [text()], rho=0.1, steps=2, progress=False)) for m in (model, copy)
-    )
+    found, expected = (float(sharpness.evaluate(m, [text()], rho=0.1, steps=2, progress=False)) for m in (model, copy))
     assert found == expected > 0
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
