@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -129,13 +129,15 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     ...     model(x).T
     tensor([[2.8944, 1.2236]])
     """
-    with pointing_to(model, _weights_along(model, direction, t)):
+    base, moved = along(model, direction)
+    with pointing_to(model, {**base, **moved(t)}):
         yield model
 
 
-@torch.no_grad()
-def _weights_along(model: nn.Module, direction: Direction, t: float) -> dict[Tensor, Tensor]:
-    """Return the weights of a model that is moved along a direction."""
+def along(
+    model: nn.Module, direction: Direction
+) -> tuple[Mapping[Tensor, Tensor], Callable[[float], dict[Tensor, Tensor]]]:
+    """Return the weights of a model's representative, and a function from t to those at t, for :func:`pointing_to`."""
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
     parameters = named_weights(model)
@@ -148,29 +150,39 @@ def _weights_along(model: nn.Module, direction: Direction, t: float) -> dict[Ten
                 "it belongs to another model"
             )
     moving = {name: parameters[name] for name in direction.tensors}
-    vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
-    measure, canonical = direction.measure, direction.measure.form == "canonical"
-    pairs = direction.given if canonical else direction.pairs
-    if pairs and not all(b.module in set(model.modules()) for b in pairs[0].G):  # of the copy that was measured
-        pairs = in_copy(pairs, pairs[0].model or model, model)
-    with ExitStack() as stack:
-        for name, p in parameters.items():  # the form depends on what is frozen, which may have changed since
-            stack.callback(p.requires_grad_, p.requires_grad)
-            p.requires_grad_(name in direction.tensors)
-        form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
-    base = {} if form is None else form.values
-    with pointing_to(model, base):
-        found, *_ = divide(model, measure, pairs, moving, form=form, only_some=canonical)
+    with torch.no_grad():
+        vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
+        measure, canonical = direction.measure, direction.measure.form == "canonical"
+        pairs = direction.given if canonical else direction.pairs
+        if pairs and not all(b.module in set(model.modules()) for b in pairs[0].G):  # of the copy that was measured
+            pairs = in_copy(pairs, pairs[0].model or model, model)
+        trained = {p: p.requires_grad for p in parameters.values()}
+        try:  # the form depends on what is frozen, which may have changed since
+            for name, p in parameters.items():
+                p.requires_grad_(name in direction.tensors)
+            form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
+        finally:
+            for p, before in trained.items():
+                p.requires_grad_(before)
+        base = {} if form is None else form.values
+        with pointing_to(model, base):
+            found, *_ = divide(model, measure, pairs, moving, form=form, only_some=canonical)
+            blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in found]
+            inside = {p for b in blocks for p in b.parameters}
+            alone = {name: p for name, p in moving.items() if measure.takes_points and is_point(p) and p not in inside}
+            points = [PointBlock(name, p, torch.float64) for name, p in alone.items()]
+
+    @torch.no_grad()
+    def moved(t: float) -> dict[Tensor, Tensor]:
         weights = {p: (in_double(base.get(p, p)) + t * in_double(v)).to(v) for p, v in vector.items()}
-        for s in found:
-            block = block_class(measure, s)(s, measure, torch.float64, at_model=True)
-            u = s.gather(vector)
-            s.scatter_(block.retract(t * u.to(block.tangent.x)), weights)
-        inside = {p for s in found for p in s.parameters()}
-        for name, p in moving.items() if measure.takes_points else ():
-            if is_point(p) and p not in inside:
-                weights[p].copy_(PointBlock(name, p, torch.float64).retract(t * in_double(vector[p])))
-    return {**base, **weights}
+        for point in points:
+            weights[point.parameter].copy_(point.retract(t * in_double(vector[point.parameter])))
+        for block in blocks:
+            u = block.stack.gather(vector)
+            block.stack.scatter_(block.retract(t * u.to(block.tangent.x)), weights)
+        return weights
+
+    return base, moved
 
 
 # -- where it lies -----------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from quotient_manifolds.linalg import as_count
-from quotient_manifolds.symmetries.modules import is_narrow, preserve_model_state, to_device
+from quotient_manifolds.symmetries.modules import is_narrow, pointing_to, preserve_model_state, to_device
 
 from .building import named_weights
-from .direction import Direction, LayerShare, LayerShares, perturbed
+from .direction import Direction, LayerShare, LayerShares, along
 from .errors import require_extra
 from .files import atomic_write, write_text
 from .losses import Objective, to_float32
@@ -126,11 +126,12 @@ def plot_profile(
     times, losses = np.linspace(-2, 2, as_count("points", points, least=2)), list[float]()
     state = preserve_model_state(model)
     with state, state, torch.inference_mode(False), torch.enable_grad():
+        base, moved = along(model, direction)
         batch = to_device(batch, next(iter(named.values())).device)
-        if any(is_narrow(p) for name, p in named.items() if name in direction.tensors):
+        if any(is_narrow(named[name]) for name in direction.tensors):
             batch = to_float32(batch)
         for t in times:
-            with perturbed(model, direction, t):
+            with pointing_to(model, {**base, **moved(t)}):
                 losses.append(objective.value(model, batch))
     with figure(path, (6.4, 4.4)) as (drawn, ((axes,),)):
         axes.axvspan(-direction.norm, direction.norm, color="0.93", label=f"ball, ρ = {direction.norm:.3g}")
