@@ -146,7 +146,7 @@ class BatchLoss:
             try:
                 two = self.objective.value(model, self.pieces[0][1])
             except UserWarning as error:
-                if not str(error).startswith(_NO_GRADIENT):  # a warning of the model's own, which its user made an error
+                if not str(error).startswith(_NO_GRADIENT):  # of the model itself, where a user wants errors
                     raise
                 raise ValueError(HIDES) from error
         bound = min(_REPEATED * rounding_error(model), _ROUGHEST)
