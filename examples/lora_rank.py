@@ -37,7 +37,8 @@ def train(folder: str, data: DataChoice, make: Any, lr: float, rank: int, seed: 
     """Train a fresh adapter of a rank at a learning rate; give the loss on the last quarter of the texts."""
     torch.manual_seed(seed)
     with quiet():
-        base = LoadedModel(AutoModelForSequenceClassification.from_pretrained(folder), folder=Path(folder))
+        network = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True)
+    base = LoadedModel(network, folder=Path(folder))
     batches = data.load(base)
     held_out = [batches.pop() for _ in range(len(batches) // 4)]
     torch.manual_seed(seed)
