@@ -111,8 +111,8 @@ def _run(operation, args, kwargs):
 
     def inner(x):
         if isinstance(x, Remote):
-            known[id(x.inner)] = x
-            return x.inner
+            known[id(held := x.inner)] = x
+            return held
         if isinstance(x, torch.Tensor) and x.dim():
             others.append(x)
         return x
@@ -133,7 +133,7 @@ def _run(operation, args, kwargs):
 
 
 def _mapped(function, x):
-    return type(x)(_mapped(function, v) for v in x) if type(x) in (tuple, list) else function(x)
+    return type(x)([_mapped(function, v) for v in x]) if type(x) in (tuple, list) else function(x)
 
 
 class _Operations(TorchDispatchMode):
@@ -147,10 +147,9 @@ class _FromNumbers(TorchFunctionMode):
     """torch.tensor and torch.as_tensor, whose copy to the device is hidden from other modes."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if function in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == NAME:
-            device = kwargs.pop("device")
-            return function(*args, **kwargs).to(device)
+            return function(*args, **{**kwargs, "device": None}).to(kwargs["device"])
         return function(*args, **kwargs)
 
 
