@@ -718,7 +718,7 @@ try:
 except SystemExit:
     print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert "quotient-lora merge one two" in done.stdout
     assert done.stdout.endswith("False\n")
 

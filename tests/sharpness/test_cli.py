@@ -342,7 +342,8 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
 
 def test_the_parser_does_not_wait_for_torch():
     """Help takes a tenth of a second, not two."""
-    found = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    command = [sys.executable, "-I", "-c", WITHOUT_TORCH]  # without what a sitecustomize on PYTHONPATH imports
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert found.returncode == 0, found.stderr
     first, second, *_ = found.stdout.splitlines()
     assert first == f"sharpness {version('quotient-manifolds')}"
