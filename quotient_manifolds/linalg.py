@@ -164,11 +164,6 @@ def row_power(sigma: Tensor, present: Tensor, exponent: float) -> Tensor:
     return torch.where(present, power, 0).unsqueeze(-2)
 
 
-def symmetric_part_doubled(C: Tensor) -> Tensor:
-    """Return C + Cᴴ."""
-    return C + C.mH
-
-
 def column_rank_ratio(X: Tensor) -> Tensor:
     """Return σ_min(X) / σ_max(X), 0 for a zero matrix; X is (…, n, h) with n ≥ h."""
     s = torch.linalg.svdvals(X / power_of_two(largest(X)))

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from .linalg import sylvester
-from .linalg import symmetric_part_doubled as sym2
 
 #: One tensor for each of the two factors.
 Pair = tuple[Tensor, Tensor]
+
+
+def sym2(C: Tensor) -> Tensor:
+    """Return C + Cᴴ."""
+    return C + C.mH
 
 
 class Gram(NamedTuple):

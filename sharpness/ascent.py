@@ -243,7 +243,7 @@ def auto_pgd(
                 value, x, previous, g = top, best, best, best_g
             last_mark, raised, top_at_mark = k, 0, top
     if gap is None and known:
-        gap, _ = _gap(gram_matrix(best_g, best, world=world), radius)
+        gap, slope = _gap(gram_matrix(best_g, best, world=world), radius)
     converged = _done(gap, top, base, relative_tol, best.dtype) if relative_tol > 0 else None
     return Ascent(best, top, tuple(history), gap, converged, slope)
 

@@ -17,7 +17,7 @@ from quotient_manifolds.symmetries.blocks import masks
 from quotient_manifolds.symmetries.modules import check_model, is_point, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.points import point_pairs
-from quotient_manifolds.symmetries.registry import candidates
+from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
@@ -253,10 +253,7 @@ def block_class(measure: Measure, stack: PairStack) -> Any:
 
 def warn_of_unknown(model: nn.Module) -> None:
     """Say which trainable attention has no pairs because no handler knows its class, where no batch can tell."""
-    found = candidates(model).values()
-    trained = [m for m in found if any(p.requires_grad for name, p in m.named_parameters() if "lora_" not in name)]
-    if trained:
-        names = ", ".join(sorted({type(m).__name__ for m in trained}))
+    if names := unknown_attention(model):
         warnings.warn(
             f"no handler knows the symmetries of {names}, and there is no batch yet to examine them on, so their "
             "weights move one by one; pass pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,

@@ -312,6 +312,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     from quotient_manifolds.symmetries.whole import canonicalize_
 
     from . import models
+    from .losses import rounding_error
 
     loaded = models.load(model)
     network: Any = loaded.model
@@ -326,7 +327,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     if not form.wired:
         raise ValueError(f"the wiring of {type(network).__name__} is not known; describe it with register_wiring")
     # In half precision 10⁴ roundings would be any change at all.
-    if not change <= min(0.1, 1e4 * max(torch.finfo(p.dtype).eps for p in network.parameters())):
+    if not change <= min(0.1, 1e4 * rounding_error(network)):
         raise ValueError(f"the canonical form of {model} changes the outputs by {change:.1e}; it is not saved")
     print(f"{form}\nlargest relative change of an output {change:.0e}")
     with models.quiet():

@@ -150,7 +150,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         options: Any = {"which": "LA", "ncv": min(dim, 12), "tol": 1e-4, "return_eigenvectors": False}
         return float(scipy.sparse.linalg.eigsh(shifted, 1, v0=start.cpu().numpy(), **options)[0])
 
-    def trace(self, num_matvecs: int = 30, *, seed: int = 0) -> tuple[float, float | None]:
+    def trace(self, num_matvecs: int = 20, *, seed: int = 0) -> tuple[float, float | None]:
         r"""Estimate the trace by Hutch++ from about ``num_matvecs`` products.
 
         .. math:: \operatorname{tr} A \approx \operatorname{tr}(Q^T A Q) + \operatorname{mean}_g\, g^T A g

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quotient_manifolds.symmetries.modules import tree_map
+from quotient_manifolds.symmetries.modules import to_device
 
 from .errors import called, naming, require_extra
 from .files import read_table, strings
@@ -62,8 +62,9 @@ def batches_of(choice: DataChoice, loaded: LoadedModel, device: torch.device | s
     device = checked_device(device)
     remarks: tuple[str, ...] = ()
     if is_function(choice.source):
-        if choice.num_examples is not None or choice.subset_seed is not None:
-            raise ValueError(f"{choice.source} is a function, which chooses its examples itself")
+        plain = DataChoice(choice.source, batches=choice.batches, batch_size=choice.batch_size)
+        if given := [f.name for f in fields(choice) if getattr(choice, f.name) != getattr(plain, f.name)]:
+            raise ValueError(f"{choice.source} is a function, which makes its batches itself; omit {', '.join(given)}")
         batches = called(choice.source)
     else:
         examples = load_examples(choice, loaded)
@@ -72,7 +73,7 @@ def batches_of(choice: DataChoice, loaded: LoadedModel, device: torch.device | s
         chosen = chosen[: None if choice.batches is None else choice.batches * choice.batch_size]
         parts = np.array_split(chosen, -(-len(chosen) // choice.batch_size))
         batches = (examples.batch(part.tolist()) for part in parts)
-    result = Batches(tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, choice.batches))
+    result = Batches(to_device(b, device) for b in itertools.islice(batches, choice.batches))
     if not result:
         raise ValueError(f"{choice.source} gave no batch")
     result.remarks = remarks

@@ -162,8 +162,8 @@ def hessian(
     >>> round(float(result), 4), round(result.trace, 4)
     (5.0, 5.0)
     """
-    options["num_samples"] = as_count("num_matvecs", num_matvecs)
-    return evaluate(model, batches, loss_fn, statistic="Hessian", **options)
+    count = as_count("num_matvecs", num_matvecs)
+    return evaluate(model, batches, loss_fn, statistic="Hessian", num_samples=count, **options)
 
 
 def _evaluate(

@@ -195,10 +195,10 @@ class ElementwiseBlock:
     of w. So w + ξ = w + w ζ needs no division, and zero weights do not move. ``lengths``, the lengths of the vectors
     that the entries belong to, replace w if they are given.
 
-    All blocks have the methods below, and a list ``parameters`` of those of which entries belong to the block. Vectors
-    c, ``at`` and ``out`` are flat, (dim,), real; arguments of the type :data:`Tensors` have a tensor for each
-    parameter, and those without one are read as zero. Methods that end in an underscore write to their arguments, and
-    only to entries that belong to the block.
+    All blocks have the methods below (that of pairs says in ``refresh`` whether to factorise), and a list
+    ``parameters`` of those of which entries belong to the block. Vectors c, ``at`` and ``out`` are flat, (dim,), real;
+    arguments of the type :data:`Tensors` have a tensor for each parameter, and those without one are read as zero.
+    Methods that end in an underscore write to their arguments, and only to entries that belong to the block.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ class GeodesicSAM(Optimizer):
     Raises
     ------
     ValueError
-        Weights are in half precision, the measure's ball is not round, ρ is not positive, or ``refresh`` is below 1.
+        Weights are in half precision; the measure is at a canonical form, measures vectors or has a ``pair_block``; ρ
+        is not positive, or ``refresh`` is below 1.
 
     Notes
     -----
@@ -133,7 +135,8 @@ class GeodesicSAM(Optimizer):
         if pairs is None and measure.divides:
             warn_of_unknown(model)
         found = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
-        self._parameters, dtype = list(parameters.values()), next(iter(parameters.values())).dtype.to_real()
+        self._parameters = list(parameters.values())
+        dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in self._parameters))
         self._blocks = build_blocks(measure, parameters, dtype, *found)
         stacks = [b.stack for b in self._blocks if isinstance(b, PairBlock)]
         self.certification = Certification(stacks)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import default_forward, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import change
-from quotient_manifolds.symmetries.modules import floats, tree_map
+from quotient_manifolds.symmetries.modules import floats, tree_map, widened
 from quotient_manifolds.symmetries.whole import Alignment, align_models, canonical_form, independence_test
 
 from .models import LoadedModel
@@ -86,9 +86,7 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     tolerance = max(1e-8, min(1e3 * max(torch.finfo(t).eps for t in dtypes), 0.03))
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     a, b = (copy.deepcopy(m.model).to(wide) for m in (one, other))
-    apart = _difference(
-        a, b, *(tree_map(lambda t: t.to(wide) if t.is_floating_point() else t, m.example) for m in (one, other))
-    )
+    apart = _difference(a, b, *(widened(m.example, wide) for m in (one, other)))
     formats = [f"{type(a).__name__} and {type(b).__name__}"] if type(a) is not type(b) else _untied(a, b)
     evidence, distances, near = list[str](), pd.DataFrame(), False
     try:

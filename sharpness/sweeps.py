@@ -171,7 +171,7 @@ def table(
         notes.append("Losses and sharpness are in nats, with the standard error over batches; errors are fractions.")
         if count < FEWEST_MODELS:
             fix = "" if count or failed else " Give the sweep test data, or choose another --target."
-            notes.append(f"{count} models with a {target}: too few to correlate, which needs 10.{fix}")
+            notes.append(f"{count} models with a {target}: too few to correlate, which needs {FEWEST_MODELS}.{fix}")
     else:
         controls = tuple(dict.fromkeys([*CONTROLS, *given]))
         shown = study.compare(rows, target, given=controls)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..linalg import as_count
 from ..manifold import MANIFOLDS
 from ..means import frechet_mean
 
@@ -64,11 +65,13 @@ class Method:
     def __post_init__(self) -> None:
         known = self.name in ("sum", "ties", "dare", *MANIFOLDS) and self.space in ("core", "knots")
         shares = [share for share in (self.density, self.energy) if share is not None]
-        if not (known and all(0 < share <= 1 for share in shares) and (self.rank is None or self.rank >= 1)):
+        if not (known and all(0 < share <= 1 for share in shares)):
             raise ValueError(
                 "method must be one of sum, ties, dare, inv, mix, space core or knots, density and energy above 0 and "
-                f"at most 1, rank at least 1, got {self}"
+                f"at most 1, got {self}"
             )
+        if self.rank is not None:
+            as_count("rank", self.rank)
 
     def factors(self, parts: Sequence[Factors], whole: bool) -> Factors:
         """Return balanced factors of the merged product; with ``whole`` their rank does not depend on it."""

@@ -376,7 +376,7 @@ class _Search:
         residual = torch.where(exits.isfinite(), torch.inf, missing)
         return Shortest(u, end, velocity, residual, space.norm(u), exits)
 
-    def _representative(self, at: Tensor | slice, near: Tensor) -> Tensor:
+    def _representative(self, at: Tensor, near: Tensor) -> Tensor:
         """Return the representatives of y whose first factor is nearest to that of other points."""
         return _moved_along(self.n, self.y[at], near, self.y[at])
 

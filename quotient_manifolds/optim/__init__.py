@@ -134,14 +134,13 @@ def create_quotient_optimizer(
     """
     if pairs is None:
         from ..symmetries.discovery import find_symmetric_pairs  # classes of attention, which adapters do not need
-        from ..symmetries.registry import candidates
+        from ..symmetries.registry import unknown_attention
 
         pairs = find_symmetric_pairs(model, key_bias="drop")
-        unknown = [m for m in candidates(model).values() if any(p.requires_grad for p in m.parameters())]
-        if names := {type(m).__name__ for m in unknown}:
+        if names := unknown_attention(model):
             advice = (
-                f"attention of classes that are not known here ({', '.join(sorted(names))}) forms no pair until it is "
-                'examined on a batch: pass pairs=find_symmetric_pairs(model, batch=batch, key_bias="drop")'
+                f"attention of classes that are not known here ({names}) forms no pair until it is examined on a "
+                'batch: pass pairs=find_symmetric_pairs(model, batch=batch, key_bias="drop")'
             )
             if all(p.group is None for p in pairs):
                 raise ValueError(advice)

@@ -45,9 +45,10 @@ def alone(pairs: Iterable[SymmetricPair], own: Collection[Tensor]) -> list[Symme
     found = []
     for p in pairs:
         if p.group is None and p.model is not None:
+            modules = {} if p.frozen else dict(p.model.named_modules())
             plain = plain_names(p.model)
-            module = next(m for path, m in p.model.named_modules() if plain(path) == p.module)
-            tensors = p.parameters() if p.frozen else module.parameters()
+            module = next((m for path, m in modules.items() if plain(path) == p.module), None)
+            tensors = p.parameters() if module is None else module.parameters()
             found += [p] if any(t in own and t.dim() > 1 for t in tensors) else []
     return found
 

@@ -217,7 +217,8 @@ def attention_pairs(
     name : str
         Path of the module.
     heads : Heads
-        Number of heads and, if it is not clear from the projections, their size; RoPE.
+        Number of heads and, if it is not clear from the projections, their size; ``group``, ``rotary_size`` (RoPE) and
+        ``reason`` are those of queries and keys.
     q, k, v, o : Projection
         Location of the weights.
 

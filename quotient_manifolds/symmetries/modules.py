@@ -316,14 +316,11 @@ def _wide(argument: Any) -> Any:
 
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Walk through the tensors of a batch."""
-    found, left = list[Tensor](), [batch]
-    while left:
-        item = left.pop()
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (Mapping, list, tuple)):
-            left += reversed(list(item.values() if isinstance(item, Mapping) else item))
-    return iter(found)
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors(item)
 
 
 def floats(batch: Any) -> list[Tensor]:

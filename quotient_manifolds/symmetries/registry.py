@@ -145,6 +145,13 @@ def candidates(model: nn.Module, covered: Collection[nn.Module] | None = None) -
     return {name: modules[name] for name in reversed(chosen)}
 
 
+def unknown_attention(model: nn.Module) -> str:
+    """Name the classes of trainable attention that no handler knows; adapters on frozen weights do not count."""
+    found = candidates(model).values()
+    trained = [m for m in found if any(p.requires_grad for n, p in m.named_parameters() if "lora_" not in n)]
+    return ", ".join(sorted({type(m).__name__ for m in trained}))
+
+
 class UnknownAttentionError(ValueError):
     """A module computes attention, but no handler knows which symmetries its weights have.
 
@@ -288,12 +295,14 @@ def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[S
     """List the pairs of a module of a class of the table, with its number of heads."""
     name, group, partly, by_head = row.values()
     roles = roles_of(module)
+    cls = name.rpartition(".")[2]
     if roles is None:
-        cls = name.rpartition(".")[2]
         return no_pair(path, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
     owners = (module, *module.children(), getattr(module, "config", None))
     numbers = (getattr(o, name, None) for o in owners for name in _HEADS)
-    heads = int(next(n for n in numbers if isinstance(n, Integral)))
+    heads = next((int(n) for n in numbers if isinstance(n, Integral)), 0)
+    if not heads:
+        return no_pair(path, f"{cls} does not say how many heads it has, as {' or '.join(_HEADS)}")
     fits: list[Heads] = []
     for kind in ("qk", "vo"):
         found = [p for p in possible_heads(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]

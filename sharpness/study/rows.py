@@ -162,8 +162,9 @@ def read_failures(path: str | os.PathLike[str]) -> list[str]:
     """
     file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "failed.jsonl"
     found: dict[Any, dict[str, None]] = {}
-    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()):
-        found.setdefault((row["checkpoint"], row["error"]), {})[row.get("measure", row["kind"])] = None
+    with naming(str(file)):
+        for row in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()):
+            found.setdefault((row["checkpoint"], row["error"]), {})[row.get("measure", row["kind"])] = None
     return [f"{checkpoint} ({', '.join(jobs)}): {error}" for (checkpoint, error), jobs in found.items()]
 
 

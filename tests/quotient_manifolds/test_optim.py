@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from itertools import accumulate
 
+import geoopt
 import peft
 import peft.optimizers
 import pytest
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quotient_manifolds import GLQuotientMix
 from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientMuon,
@@ -1128,6 +1130,10 @@ def test_what_is_trained_alone():
     pairs = [replace(p, group=None, reason="no") for p in adapter_pairs(model)]
     assert alone(pairs, dict.fromkeys(trainable(model)).keys()) == pairs
     assert alone(pairs, dict.fromkeys(trainable(model)[:1]).keys()) == pairs[:1]
+    layer.point = geoopt.ManifoldParameter(torch.randn(7, 2), manifold=GLQuotientMix(4, 3), requires_grad=False)
+    points = [p for p in find_symmetric_pairs(layer) if p.kind == "point"]  # whose path is that of no module
+    assert len(points) == 1
+    assert alone(points, own) == []
     assert reasons([*pairs, kinds[0]]) == ("no ('base_model.model.0 lora default' and 1 more); attention ('attention')")
 
 

@@ -512,6 +512,12 @@ def test_unknown_attention_is_trained_as_its_message_says():
     both = nn.ModuleDict({"known": nn.MultiheadAttention(8, 2), "unknown": model})
     with pytest.warns(UserWarning, match=r"AdamW trains parts of the model: .*\(MixtralAttention\)"):
         create_quotient_optimizer(both, lr=1e-3)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    names = create_quotient_optimizer(adapted, lr=1e-3).state_dict()[
+        "pairs"
+    ]  # of the attention nothing else is trained
+    assert len(names) == 2
+    assert all("lora" in name for name in names)
 
 
 def computed_output(attention):

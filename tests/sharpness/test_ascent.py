@@ -194,6 +194,19 @@ def test_a_maximum_at_the_centre():
         assert found.value <= 0
 
 
+@pytest.mark.parametrize("ascend", [power, auto_pgd])
+def test_a_start_that_stays_the_best_has_a_slope(ascend):
+    """The search goes on inside the ball where it is negative; Auto-PGD had none there."""
+
+    def f(x, wanted):
+        centre = torch.tensor([0.8, 0.0])
+        return -float((x - centre).square().sum()), 2 * (centre - x)
+
+    found = ascend(into(f), torch.tensor([1.0, 0.0]), 1.0, 1)
+    assert found.slope == pytest.approx(-0.4)
+    assert ascend(into(f), torch.zeros(2), 1.0, 0 if ascend is auto_pgd else 1).slope != 0
+
+
 def test_vectors_longer_than_a_chunk(monkeypatch):
     f, start = problem(3), 0.1 * torch.randn(20)
     expected = auto_pgd(into(f), start.clone(), 1.5, 25)

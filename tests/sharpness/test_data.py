@@ -254,7 +254,7 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     lines.write_text('{"text": "a\\u2028b", "label": 1}\n{"label": 0}\n'.replace("\\u2028", "\u2028"))
     with pytest.raises(ValueError, match=r"row 2 of .* has no column 'text'; it has label"):
         opened(str(lines), tokenizer=Words())
-    with pytest.raises(ValueError, match="which chooses its examples itself"):
+    with pytest.raises(ValueError, match="which makes its batches itself; omit"):
         DataChoice("module:function", num_examples=3).load(LoadedModel(torch.nn.Identity()))
 
 

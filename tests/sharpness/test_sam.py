@@ -526,6 +526,28 @@ def test_fresh_adapters():
         assert not same(model, before)
 
 
+class Widening(nn.Module):
+    """Weights of single precision before those of double."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(3, 4).float(), nn.Linear(4, 2).double()
+
+    def forward(self, x):
+        return self.wide(self.narrow(x).double())
+
+
+def test_weights_of_several_precisions_move_each_in_its_own():
+    model, x = small(Widening), torch.randn(5, 3, dtype=torch.float32)
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.05, measure="adaptive")
+    model(x).square().mean().backward()
+    xi = model.wide.weight.square() * model.wide.weight.grad
+    length = sum((p * p.grad).double().square().sum() for p in model.parameters()).sqrt()
+    end = model.wide.weight + 0.05 * xi / length
+    with sam.perturbed():
+        torch.testing.assert_close(model.wide.weight, end, rtol=0, atol=1e-9)  # in single precision it is 1e-8
+
+
 def test_autocast():
     torch.set_default_dtype(torch.float32)
     model, batch = small(), batch_of(Encoder).float()

@@ -14,7 +14,7 @@ import scipy.stats
 import reproduction.statistics
 from reproduction.tables import read_table, write_rows
 from sharpness import cli
-from sharpness.study import compare, kendall, per_model, plot_sweep, read_results, targets
+from sharpness.study import compare, kendall, per_model, plot_sweep, read_failures, read_results, targets
 from sharpness.study.rows import write_results
 from tests.studies import study
 
@@ -32,6 +32,9 @@ def test_rows_survive_a_csv(tmp_path):
         read_results(tmp_path / "bad.jsonl")
     with pytest.raises(FileNotFoundError, match="no results at"):
         read_results(tmp_path / "none")
+    (tmp_path / "failed.jsonl").write_text('{"checkpoint": "a", "kind": "fit", "err')
+    with pytest.raises(ValueError, match=r"failed.jsonl: Unterminated string"):
+        read_failures(tmp_path)
 
 
 def test_the_result_of_one_run_is_named(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -237,6 +237,11 @@ def apply_random_moves_(
     list of str
         The kinds that were moved.
 
+    Raises
+    ------
+    ValueError
+        The network has no symmetry of a kind.
+
     Examples
     --------
     >>> import torch
@@ -251,13 +256,20 @@ def apply_random_moves_(
     True
     """
     form = canonical_form(model, classes=classes)
-    state = State({p: in_double(value) for p, value in form.values.items()})
-    generator, kinds = torch.Generator().manual_seed(seed), [kinds] if isinstance(kinds, str) else kinds
-    moving = [s for s in reversed(form.symmetries) if kinds is None or s.kind in kinds]
-    for s in moving:
+    kinds, known = [kinds] if isinstance(kinds, str) else kinds, list(dict.fromkeys(s.kind for s in form.symmetries))
+    if unknown := sorted(set(kinds or ()) - set(known)):
+        raise ValueError(f"{type(model).__name__} has no symmetry {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+    moving = [s for s in form.symmetries if kinds is None or s.kind in kinds]
+    _move_(moving, State({p: in_double(value) for p, value in form.values.items()}), scale, seed)
+    return list(dict.fromkeys(s.kind for s in reversed(moving)))
+
+
+def _move_(symmetries: Sequence[Symmetry], state: State, scale: float, seed: int) -> None:
+    """Move weights in canonical form by random elements, in the reverse order of folding."""
+    generator = torch.Generator().manual_seed(seed)
+    for s in reversed(symmetries):
         s.move(state, scale * standard_normal(tuple(s.shape), state.of(s.parameters[0]), generator))
     write_values({p: value.to(p.dtype) for p, value in state.items()})
-    return list(dict.fromkeys(s.kind for s in moving))
 
 
 @torch.inference_mode(False)
@@ -321,7 +333,7 @@ def verify_whole(
                 if pairs:
                     apply_random_symmetry_(twin, seed=seed, pairs=pairs)
                 else:
-                    apply_random_moves_(twin, seed=seed, classes=classes, kinds=[kind])
+                    _move_([s for s in form.symmetries if s.kind == kind], State(), 0.3, seed)
                 changes[kind] = change(before, outputs())
     return Certificate(residuals, (), 1e-8, changes, 1e-8)
 

@@ -219,6 +219,9 @@ def test_heads_of_any_size_where_their_number_is_known():
     (found,) = find_symmetric_pairs(layer)
     assert found.group is None
     assert "do not divide into 5 heads" in found.reason
+    del layer.num_heads
+    (found,) = find_symmetric_pairs(layer)
+    assert found.reason.startswith("MultiheadAttention does not say how many heads it has, as num_heads or")
 
 
 def test_a_pruned_layer_is_refused_with_what_may_have_changed_it():

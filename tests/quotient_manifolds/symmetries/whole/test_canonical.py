@@ -107,6 +107,12 @@ def test_a_failure_half_way_harms_nothing(monkeypatch):
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
 
 
+def test_a_kind_that_a_network_lacks_is_named():
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification has no symmetry 'gains'; it has .*gain"):
+        apply_random_moves_(build("bert"), kinds=["gains"])
+    assert apply_random_moves_(build("bert"), kinds="gain") == ["gain"]
+
+
 def test_frozen_weights_stay():
     model = build("bert")
     model.bert.encoder.layer[0].intermediate.dense.weight.requires_grad_(False)
@@ -330,7 +336,16 @@ class Unnamed(torch.nn.MultiheadAttention):
 
 
 def test_heads_of_a_class_that_only_a_batch_tells_are_verified():
-    """Nothing was counted, and nothing certified it."""
-    report = verify_whole(torch.nn.Sequential(Unnamed(8, 2, batch_first=True)), torch.randn(2, 3, 8))
-    assert {"qk", "vo"} <= set(report.residuals)
+    """Nothing was counted, and nothing certified it; later key biases were counted and stood still."""
+    seen = []
+
+    def watched(model, batch):
+        seen.append(model[0].in_proj_bias.detach()[8:16].clone())
+        return model(batch)
+
+    model = torch.nn.Sequential(Unnamed(8, 2, batch_first=True))
+    report = verify_whole(model, torch.randn(2, 3, 8), forward=watched)
+    assert {"qk", "vo", "key bias"} <= set(report.residuals)
     assert report.ok
+    assert not bool(model[0].in_proj_bias.any())
+    assert any(bool(key_bias.any()) for key_bias in seen)
