@@ -164,6 +164,12 @@ def row_power(sigma: Tensor, present: Tensor, exponent: float) -> Tensor:
     return torch.where(present, power, 0).unsqueeze(-2)
 
 
+def polar(X: Tensor) -> Tensor:
+    """Return the unitary factor of X, the nearest to it; of one that is not finite any, so that no other fails."""
+    U, _, Vh = torch.linalg.svd(X.nan_to_num(0, 0, 0), full_matrices=False)
+    return U @ Vh
+
+
 def column_rank_ratio(X: Tensor) -> Tensor:
     """Return σ_min(X) / σ_max(X), 0 for a zero matrix; X is (…, n, h) with n ≥ h."""
     s = torch.linalg.svdvals(X / power_of_two(largest(X)))

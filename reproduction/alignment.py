@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix, GLTangentSpace, canonical_gauge
-from quotient_manifolds.linalg import in_double, row_power, weighted_sylvester
-from quotient_manifolds.logarithm.paths import moved_end, polar
+from quotient_manifolds.linalg import in_double, polar, row_power, weighted_sylvester
+from quotient_manifolds.logarithm.paths import moved_end
 
 __all__ = ["align"]
 

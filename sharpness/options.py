@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .models import LoadedModel
 
-Ascent = Literal["power", "apgd"]
+AscentName = Literal["power", "apgd"]
 
 
 def _count(options: Any, **least: int) -> None:
@@ -67,7 +67,7 @@ class Search:
 
     steps: int = 20
     relative_tol: float = 3e-4
-    ascent: Ascent = "power"
+    ascent: AscentName = "power"
     restarts: int = 0
     num_samples: int = 20
     seed: int = 0
@@ -77,8 +77,8 @@ class Search:
         tol = self.relative_tol
         if isinstance(tol, bool) or not isinstance(tol, Real) or not 0 <= tol < math.inf:
             raise ValueError(f"relative_tol must be a number of at least 0, got {tol!r}")
-        if self.ascent not in get_args(Ascent):
-            raise ValueError(f"unknown ascent {self.ascent!r}; choose one of {', '.join(get_args(Ascent))}")
+        if self.ascent not in get_args(AscentName):
+            raise ValueError(f"unknown ascent {self.ascent!r}; choose one of {', '.join(get_args(AscentName))}")
 
 
 @dataclass(frozen=True)

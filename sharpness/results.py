@@ -337,7 +337,7 @@ def doubts(result: SharpnessResult) -> Iterator[str]:
         yield f"largest rho over the smallest singular value of a pair: {ratio:.3g}"
         if ratio > LEAVES:
             yield (
-                f"beyond {LEAVES:.2f} the ball of the mix metric leaves the manifold: the largest radii measure the "
+                "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the "
                 "breakdown of its retraction, not the network"
             )
     flat, exited = (sum(getattr(b, name) > 0 for b in batches) for name in ("random_start", "num_exited_pairs"))

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..linalg import polar
 from ..metrics import Gram, Metric, Pair
 
 #: Condition number of Gram matrices up to which single precision is accurate enough.
@@ -158,12 +159,6 @@ def energy(path: Path) -> tuple[Tensor, Tensor]:
 def hermitian(S: Tensor) -> Tensor:
     """Return the Hermitian part."""
     return (S + S.mH) / 2
-
-
-def polar(X: Tensor) -> Tensor:
-    """Return the unitary factor of X; of a failed path any, so that the others do not fail with it."""
-    U, _, Vh = torch.linalg.svd(X.nan_to_num(0, 0, 0), full_matrices=False)
-    return U @ Vh
 
 
 class Bent:

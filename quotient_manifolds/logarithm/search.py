@@ -21,11 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from ..gauge import Gauge, canonical_gauge
 from ..geodesics import GeodesicExitError
+from ..linalg import polar
 from ..means import ConvergenceError
 from ..metrics import Metric, Pair
 from ..tangent import GLTangentSpace
 from .minimise import Minimiser
-from .paths import Path, first_path, polar
+from .paths import Path, first_path
 
 #: A distance and two covectors.
 Trio = tuple[Tensor, Tensor, Tensor]

@@ -22,9 +22,9 @@ from ..symmetries.lora import lora_layers
 from ..symmetries.modules import is_sharded
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from .metric import Metric, on_cpu, trace, wide
+from .metric import StepMetric, on_cpu, trace, wide
 from .pairs import alone, check_places, explain, group_of, orientation, reasons
-from .sharded import Shards, cut, full
+from .sharded import ShardedPairs, cut, full
 from .stack import Stack, restored
 
 Gradients = Mapping[Tensor, Tensor]
@@ -135,7 +135,7 @@ class QuotientOptimizer(Optimizer):
         return " or ".join(dict.fromkeys(group["others"] for group in self.param_groups))
 
     def _cover(self) -> None:
-        self._shards = Shards(self._stacks)
+        self._shards = ShardedPairs(self._stacks)
         self._certification = Certification(s.pairs for s in self._stacks)
         masks = coverage(s.pairs for s in self._stacks)  # of which most are not kept: a byte for every weight
         self._covered = {p: int((~mask).sum()) for p, mask in masks.items()}
@@ -240,10 +240,10 @@ class QuotientOptimizer(Optimizer):
             self._warned.add(what)
             warnings.warn(words, RuntimeWarning, stacklevel=5)
 
-    def _metric(self, s: Stack, grams: Tensor) -> Metric:
+    def _metric(self, s: Stack, grams: Tensor) -> StepMetric:
         """Return the metric of a stack at points with these Gram matrices."""
         M, N = grams.unbind(-3)
-        return Metric(M, N, s.scale)
+        return StepMetric(M, N, s.scale)
 
     def _new_state(self, s: Stack) -> dict[str, Tensor]:
         """Return the state of a stack before its first step."""
@@ -296,7 +296,7 @@ class QuotientOptimizer(Optimizer):
         self._cover()
 
 
-def _clip(bound: float, running: Sequence[Stack], outside: Gradients, shards: Shards) -> dict[Tensor, Tensor]:
+def _clip(bound: float, running: Sequence[Stack], outside: Gradients, shards: ShardedPairs) -> dict[Tensor, Tensor]:
     """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
     squares = [torch.linalg.vector_norm(wide(g)).square() for g in shards.once(outside.values())]
     for s in running:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..linalg import has_double
 
-__all__ = ["Metric", "inverse_root", "trace", "wide"]
+__all__ = ["StepMetric", "inverse_root", "trace", "wide"]
 
 #: A pair moves to another gauge if its H is larger or smaller than 1 by this factor: inverses would leave the range
 #: of float32.
@@ -62,7 +62,7 @@ class Factorised:
         self.inverse = self.L_inv.mH @ self.L_inv
 
 
-class Metric:
+class StepMetric:
     r"""The metric at a stack of points: what turns a gradient into a step.
 
     It is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (s^2 N, \hat M)`. With

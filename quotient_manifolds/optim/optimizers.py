@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
-from .metric import Factorised, Metric, eye_like, inverse_root, trace, wide
+from .metric import Factorised, StepMetric, eye_like, inverse_root, trace, wide
 from .stack import LEAST_NORM, Stack, gram, rescaled
 
 Pairs = Iterable[SymmetricPair]
@@ -208,7 +208,7 @@ class QuotientMuon(QuotientOptimizer):
 
     rest = 1 / 20  # .001 instead of .02
 
-    def _metric(self, s: Stack, grams: Tensor) -> Metric:
+    def _metric(self, s: Stack, grams: Tensor) -> StepMetric:
         group, (M, N) = self.param_groups[s.group], grams.unbind(-3)
         if s.dtype == torch.float32:
             # Rounding of M to single precision is a singular value of G, and a step of H. So columns that are nearly
@@ -221,7 +221,7 @@ class QuotientMuon(QuotientOptimizer):
         step = float(group["lr"]) / (4 * (1 - group["momentum"]))
         floor = (_LEAST_PRODUCT * s.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
         # 0 for a learning rate of 0 at G = 0
-        return Metric(M, N, s.scale, torch.where(floor > 0, floor, 1))
+        return StepMetric(M, N, s.scale, torch.where(floor > 0, floor, 1))
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots

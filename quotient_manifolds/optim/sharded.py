@@ -55,7 +55,7 @@ def exchange(sent: list[list[Tensor]], into: list[list[Tensor]], nothing: Tensor
     torch._foreach_copy_(filled, [part.view(t.shape) for part, t in zip(parts, filled, strict=True)])
 
 
-class Shards:
+class ShardedPairs:
     """The processes over which the parameters of pairs are sharded, each of which steps a share of every stack.
 
     It gets the rows of the factors in its share from all others, and sends those of the new ones back.

@@ -14,7 +14,7 @@ from ..linalg import at_least_float32
 from ..symmetries.blocks import BlockStack
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
-from .metric import Metric, on_cpu, wide
+from .metric import StepMetric, on_cpu, wide
 
 #: Condition of H at which a pair moves to another gauge: rounding to float32 then changes the product by about 1e-5,
 #: and the Gram matrix, whose condition is the square, is known to about 1e-5 if it is computed in float32.
@@ -23,7 +23,7 @@ _CONDITION = {torch.float64: 1e2, torch.float32: 1e1}
 LEAST_NORM = 1e-18
 _MOMENTS = ("moment G", "moment H")
 #: The metric of a stack at points with some Gram matrices.
-MetricOf = Callable[["Stack", Tensor], Metric]
+MetricOf = Callable[["Stack", Tensor], StepMetric]
 
 
 class Stack:

@@ -247,7 +247,7 @@ def output_gradients(run: Run, parameters: Sequence[Tensor], generator: torch.Ge
     return {p: p.grad for p in parameters if p.grad is not None}
 
 
-def largest(numbers: Iterable[float]) -> float:
+def maximum(numbers: Iterable[float]) -> float:
     """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
     return float(torch.tensor([0.0, *numbers], dtype=torch.float64, device="cpu").max())
 
@@ -256,7 +256,7 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """Return the largest change of finite outputs, relative to their largest; NaN if one became NaN, or for none."""
     finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
     scale = max((float(b.abs().max()) for b, _ in finite), default=math.nan)
-    return largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
+    return maximum(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
 
 
 @torch.no_grad()

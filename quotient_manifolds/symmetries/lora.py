@@ -119,7 +119,7 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
             yield SymmetricPair(name, "lora", group, (G,), (H,), head, part=adapter, reason=reason, scale=scale)
 
 
-def _usable(found: Sequence[SymmetricPair], model: nn.Module, include_frozen: bool) -> PairList:
+def _usable(found: Sequence[SymmetricPair], model: nn.Module, include_frozen: bool = False) -> PairList:
     """List the pairs of a model that are trained, or all; those that are frozen in part, or share weights, lose it."""
     trained = [p for p in merged(found) if include_frozen or any(t.requires_grad for t in p.parameters())]
     usable_ones = without_sharing([usable(p, include_frozen, thin=True) for p in trained])
@@ -127,12 +127,7 @@ def _usable(found: Sequence[SymmetricPair], model: nn.Module, include_frozen: bo
 
 
 def lora_pairs_by_name(
-    model: nn.Module,
-    down: str = "lora_down",
-    up: str = "lora_up",
-    *,
-    scale: str | float = "scale",
-    include_frozen: bool = False,
+    model: nn.Module, down: str = "lora_down", up: str = "lora_up", *, scale: str | float = "scale"
 ) -> PairList:
     """List the pairs (B, Aᵀ) of LoRA layers that are not peft's, by the names that their factors have.
 
@@ -145,8 +140,6 @@ def lora_pairs_by_name(
         the rank: (r, in) and (out, r) for ``x @ A.T @ B.T``, (in, r) and (r, out) for ``x @ A @ B``.
     scale : str or float
         What the layer multiplies the product by: the name of a number of the layer (1 where it has none), or a number.
-    include_frozen : bool
-        As for :func:`adapter_pairs`.
 
     Returns
     -------
@@ -186,7 +179,7 @@ def lora_pairs_by_name(
             found.append(SymmetricPair(plain(path), "lora", group, (G,), (H,), reason=reason, scale=float(s)))
     if not found:
         raise ValueError(f"no module has factors that are called {down!r} and {up!r}; pass the names that yours have")
-    return _usable(found, model, include_frozen)
+    return _usable(found, model)
 
 
 def _named(module: nn.Module, name: str) -> Attribute | None:
@@ -243,26 +236,20 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
 
 
 @torch.no_grad()
-def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> list[str]:
+def canonicalize_lora_(model: nn.Module) -> list[str]:
     r"""Bring every LoRA pair into canonical gauge, :math:`B^T B = A A^T` = diag(σ), without changing the function.
 
     Parameters
     ----------
     model : nn.Module
-        Changed in place; its function stays the same up to rounding.
-    adapter_names : sequence of str, optional
-        By default all adapters, active or not, trainable or frozen.
+        With adapters of peft, active or not, trainable or frozen; changed in place. Its function stays the same up to
+        rounding.
 
     Returns
     -------
     list of str
         Names of the pairs that were balanced. A pair whose product lacks full rank, as at B = 0, has no canonical
         representative from which training could continue; it is left unchanged, and so is one on the meta device.
-
-    Raises
-    ------
-    ValueError
-        No layer has an adapter of this name.
 
     Notes
     -----
@@ -283,7 +270,7 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
     True
     """
     done = []
-    for pair in adapter_pairs(model, adapter_names, include_frozen=True):
+    for pair in adapter_pairs(model, include_frozen=True):
         if pair.group is None or pair.thin or any(b.tensor.is_meta for b in pair.G + pair.H):
             continue
         x = in_double(pair.gather().detach())

@@ -8,9 +8,10 @@ import torch
 from torch.autograd import forward_ad
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
+from quotient_manifolds.linalg import polar
 from quotient_manifolds.logarithm import search as module
 from quotient_manifolds.logarithm.minimise import Minimiser, Preconditioner
-from quotient_manifolds.logarithm.paths import Bent, Path, energy, first_path, flat, moved_end, polar, unflat
+from quotient_manifolds.logarithm.paths import Bent, Path, energy, first_path, flat, moved_end, unflat
 from quotient_manifolds.logarithm.search import SOLVED, Shortest, shortest
 from quotient_manifolds.metrics import INV
 from quotient_manifolds.tangent import GLTangentSpace

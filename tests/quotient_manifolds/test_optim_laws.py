@@ -16,7 +16,7 @@ from quotient_manifolds.optim import (
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
-from quotient_manifolds.optim.metric import Metric, inverse_root, trace
+from quotient_manifolds.optim.metric import StepMetric, inverse_root, trace
 from quotient_manifolds.symmetries import (
     GL,
     adapter_pairs,
@@ -360,7 +360,7 @@ def test_no_step_is_long_where_the_product_is_small(sigma, momentum, monkeypatch
     def metric(self, stack, grams):  # what a floor that knows nothing of the rate would do
         M, N = grams.unbind(-3)
         floor = 1e-6 * trace(M @ N)[..., None, None]
-        return Metric(M, N, stack.scale, torch.where(floor > 0, floor, 1))
+        return StepMetric(M, N, stack.scale, torch.where(floor > 0, floor, 1))
 
     monkeypatch.setattr(QuotientMuon, "_metric", metric)
     if sigma == 1e-3:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...linalg import at_least_float32, in_double, standard_normal
 from ..blocks import masks
-from ..certificate import Certificate, certify, change, largest, output_gradients, preserve_values
+from ..certificate import Certificate, certify, change, maximum, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
 from ..modules import Forward, check_model, default_forward, plain_names, running_copy
 from ..pairs import SymmetricPair, in_copy
@@ -326,7 +326,7 @@ def verify_whole(
         residuals, changes = dict[str, float](), dict[str, float]()
         of_pairs = [(p.kind, r) for p, r in certify(stacks(form.pairs), gradients).residuals.items()]
         for kind, residual in [*of_pairs, *((s.kind, _residual(s, gradients)) for s in form.symmetries)]:
-            residuals[kind] = largest([residuals.get(kind, 0.0), residual])
+            residuals[kind] = maximum([residuals.get(kind, 0.0), residual])
         for kind in form.dimensions:
             pairs = [p for p in form.pairs if p.kind == kind]
             with torch.no_grad(), preserve_values(parameters):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...gauge import canonical_gauge
-from ...linalg import choose, column_rank_ratio, rank_tolerance
+from ...linalg import choose, column_rank_ratio, polar, rank_tolerance
 from .units import Cell, Move, Part
 
 #: Gauss–Newton steps at most.
@@ -22,14 +22,6 @@ def assigned(scores: Tensor) -> Tensor:
     from scipy.optimize import linear_sum_assignment  # slow to import
 
     return torch.as_tensor(linear_sum_assignment(scores.numpy(), maximize=True)[1])
-
-
-def polar(C: Tensor) -> Tensor:
-    """Return the unitary matrix nearest to C."""
-    if C.shape[-1] == 1:
-        return torch.where(C == 0, 1, C / C.abs().clamp_min(torch.finfo(C.dtype).tiny))
-    U, _, Vh = torch.linalg.svd(C)
-    return U @ Vh
 
 
 def rotation(M: Tensor, centring: bool) -> Tensor:
