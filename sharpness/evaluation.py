@@ -187,7 +187,7 @@ def _evaluate(
     with (
         world.together() as shares,
         state,
-        state,
+        state,  # twice: the second exit repeats a restoration that an interrupt cut short
         progress_bar(total or None, measure.name, "step", progress=progress) as bar,
         attached_space(model, batches, measure, objective, pairs) as (space, numbered),
     ):

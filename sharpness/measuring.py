@@ -214,7 +214,7 @@ def attached_space(
     make = partial(ShardedSpace if is_sharded_model(model) else WeightSpace, model)
     with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
-        first = next(stream, stream)
+        first = next(stream, stream)  # an end is told by what no batch can be
         if first is stream:
             raise ValueError("batches is empty; pass at least one batch")
         first = to_device(first, next(iter(trainable(model, whole=False).values())).device)

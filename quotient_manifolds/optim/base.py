@@ -169,7 +169,7 @@ class QuotientOptimizer(Optimizer):
         running = [s for s in started if s.runs]
         outside = {p: g for p, g in gradients.items() if p not in self._covered}
         outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
-        for s in running:
+        for s in running:  # elsewhere in double precision where straighten_ will act, which sees one step more
             s.measure(self._metric, *((False, True) if on_cpu(s.sizes) else (s.steps % 8 == 0,)))
         if not self._is_sound(running, gradients, outside):
             return
@@ -326,7 +326,7 @@ def _step_others(optimizer: QuotientOptimizer, partly: Gradients, gradients: Gra
                 p.mul_(torch.where(partly[p], 1, 1 - decay))
         if params:
             own = {**group, "params": params, "lr": lr, "weight_decay": 0.0}
-            others = getattr(torch.optim, group["others"])([own])
+            others = getattr(torch.optim, group["others"])([own])  # for this step, with rates and state of ours
             others.state = optimizer.state
             others.step()
     for p, grad in kept.items():

@@ -156,7 +156,7 @@ class Stack:
             T = self.only(self.metric.transport_covectors(N.squeeze(-3), found), self.metric.eye)
             old, sides = self.moments(), T.to(end.dtype).unbind(1)
             new = [torch.bmm(m, t, out=g) for m, t, g in zip(old, sides, self.g, strict=False)]
-            self.g = old or self.g  # moments and gradients change places
+            self.g = old or self.g  # memory of old moments takes the next gradients, whose own has the new moments
             self.state.update(zip(_MOMENTS, new, strict=False))
             self._transport_matrices_(T)
 
