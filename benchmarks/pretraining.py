@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds.optim import create_quotient_optimizer
-from quotient_manifolds.optim.metric import Metric, trace
+from quotient_manifolds.optim.metric import StepMetric, trace
 from quotient_manifolds.optim.stack import Stack
 from quotient_manifolds.symmetries import GL, SymmetricPair, block, find_symmetric_pairs, pair
 
@@ -136,10 +136,10 @@ def unrotated(p: SymmetricPair) -> SymmetricPair:
     return pair([G], [H], GL(size), name=p.name)
 
 
-def bare_metric(s: Stack, grams: Tensor) -> Metric:
+def bare_metric(s: Stack, grams: Tensor) -> StepMetric:
     """The metric of QuotientMuon with 1e-3 of a product's norm as the least singular value, and no more."""
     M, N = grams.unbind(-3)
-    return Metric(M, N, s.scale, 1e-6 * s.scale**2 * trace(M @ N)[..., None, None])
+    return StepMetric(M, N, s.scale, 1e-6 * s.scale**2 * trace(M @ N)[..., None, None])
 
 
 def optimizers(model: nn.Module, method: Method, unit: Unit) -> list[torch.optim.Optimizer]:
