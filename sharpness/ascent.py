@@ -132,7 +132,7 @@ def power(
     >>> round(power(f, torch.ones(3) / 3**0.5, 1.0, 20).value, 3)
     5.0
     """
-    g, spare = torch.empty_like(start), torch.empty_like(start)  # new memory in every step would cost three passes
+    g = torch.empty_like(start)
     value = f(start, g)
     history, base, best, top = [value], value if base is None else base, start, value
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
@@ -148,13 +148,14 @@ def power(
         vectors = (g, best) if other is None else (g, best, other)
         x = _combine_(torch.empty_like(best) if other is None else other, vectors, weights)
         del vectors
-        value = f(x, spare if k < steps else None)
+        out = torch.empty_like(best) if k < steps else None  # kept, it would take memory beside the pass's activations
+        value = f(x, out)
         history.append(value)
         if not begun or value > top:
             other, momentum = (best, True) if begun else (None, False)
             omega, begun, best, top, gap = min(1.0, 1.2 * omega), True, x, value, None
-            if k < steps:
-                g, spare = spare, g
+            if out is not None:
+                g = out
                 gram = gram_matrix(g, best, *([] if other is None else [other]), world=world)
                 gap, slope = _gap(gram, radius)
         else:
