@@ -86,6 +86,7 @@ TASKS = ("ag_news", "sst2", "mnli")
 #: Options of PEFT that give the update s B A another s than 2 where the rank is not 4.
 SCALES: dict[str, dict[str, Any]] = {"rsLoRA": {"lora_alpha": 4, "use_rslora": True}, "α = 8": {"lora_alpha": 8}}
 LOWER = "rate / √r"
+RIVALS = tuple(f"AdamW, {how}" for how in (*SCALES, LOWER))
 
 
 def ag_news(folder: Path) -> tuple[list[Any], list[Any]]:

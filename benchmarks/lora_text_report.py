@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 from _common import RESULTS, interval
-from lora_text import METHODS, SEEDS, best, kept
+from lora_text import METHODS, RIVALS, SCALES, SEEDS, best, kept
 
 from sharpness.plots import figure
 
@@ -20,8 +20,13 @@ RANKS = (4, 16, 64)
 #: "±" between spaces at which no line breaks.
 PM = "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}"
 OURS = ("QuotientAdam", "QuotientMuon")
-SHOWN = (*METHODS, "QuotientAdam, any rank alike", "QuotientAdam, scalar")  # the last two: before they were replaced
-DRAWN = {"AdamW": ("#D55E00", "s"), "QuotientAdam": ("#0072B2", "o"), "QuotientMuon": ("#009E73", "^")}
+OLD = ("QuotientAdam, any rank alike", "QuotientAdam, scalar")  # before they were replaced
+LABELS = {"AdamW": "AdamW, α = 2r"}
+SHOWN = ("AdamW", *RIVALS, *(m for m in METHODS if m != "AdamW"), *OLD)
+DRAWN = {
+    "AdamW": ("#D55E00", "s", "-"), RIVALS[0]: ("#E69F00", "v", "--"), RIVALS[1]: ("#CC79A7", "D", "--"),
+    RIVALS[2]: ("#999999", "x", "--"), "QuotientAdam": ("#0072B2", "o", "-"), "QuotientMuon": ("#009E73", "^", "-"),
+}  # fmt: skip
 
 
 def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -30,6 +35,13 @@ def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
     yield ""
     for cells in (head, ["---"] * len(head), *body):
         yield "| " + " | ".join(cells) + " |"
+
+
+def joined(frame: pd.DataFrame) -> pd.DataFrame:
+    """The final runs, with those of AdamW at other scales or rates; at rank 4 these are AdamW's own."""
+    final, scaled = frame[frame.part == "final"], frame[(frame.part == "scale") & frame.method.isin(RIVALS)]
+    same = final[(final.method == "AdamW") & (final["rank"] == 4)]
+    return pd.concat([final, scaled, *(same.assign(method=m) for m in RIVALS)])
 
 
 def losses(frame: pd.DataFrame, **where: Any) -> pd.Series:
@@ -84,12 +96,12 @@ def steps_to(rows: list[dict[str, Any]], level: float) -> float:
 
 def finals(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> Iterator[str]:
     """The final runs of a task."""
-    final = frame[(frame.task == task) & (frame.part == "final")]
+    final = joined(frame[frame.task == task])
     of = [r for r in rows if (r["task"], r["part"], r["rank"]) == (task, "final", 4)]
     reference = [v for r in of if r["method"] == "AdamW" for v in r["losses"][-16:]]
     body = []
     for method in (m for m in SHOWN if (final.method == m).any()):
-        cells = [method, f"{best(rows, task, method):g}"]
+        cells = [method, f"{best(rows, task, 'AdamW' if method in RIVALS else method):g}"]
         for rank in RANKS:
             own, base = (losses(final, method=m, rank=rank) for m in (method, "AdamW"))
             cells += [cell(own), "" if method == "AdamW" else paired(own, base)]
@@ -129,12 +141,12 @@ def rates(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> Iterato
 
 def against(frame: pd.DataFrame) -> Iterator[str]:
     """Differences of our optimisers to the others, bold where they stand after Holm's correction of all of them."""
-    final = frame[frame.part == "final"]
+    final = joined(frame)
     places = [(t, k) for t in NAMES for k in RANKS if ((final.task == t) & (final["rank"] == k)).any()]
-    names = [(a, b) for a in OURS for b in METHODS if b != a and (a, b) != OURS[::-1]]
+    names = [(a, b) for a in OURS for b in (*METHODS, *RIVALS) if b != a and (a, b) != OURS[::-1]]
     found = {}
     for a, b in names:
-        for t, k in places:
+        for t, k in (place for place in places if b not in RIVALS or place[1] > 4):
             between = apart(*(losses(final, method=m, task=t, rank=k) for m in (a, b)))
             if len(between) > 2:
                 p = float(scipy.stats.ttest_1samp(between, 0).pvalue)
@@ -160,6 +172,21 @@ def starts(frame: pd.DataFrame) -> Iterator[str]:
     yield from table(["AG News, equivalent factors", "test loss", "distance to that of the plain start"], body)
 
 
+def scales(frame: pd.DataFrame) -> Iterator[str]:
+    """Our optimisers at three scales of the update: loss, and the largest difference of a training loss."""
+    at, body = frame[frame.part == "scale"], []
+    for method in OURS:
+        for task, title in NAMES.items():
+            own = at[at.task == task].set_index("method")
+            found = [own.loc[how] for how in (method, *(f"{method}, {s}" for s in SCALES)) if how in own.index]
+            if found:
+                apart = [max(abs(a - b) for a, b in zip(found[0].losses, f.losses, strict=True)) for f in found[1:]]
+                largest = f"{max(apart, default=0):.4f}"
+                body.append([method, title, *(f"{f.test_loss:.4f}" for f in found), largest])
+    head = ["rank 64, one seed", "task", "α = 2r", *SCALES, "largest difference of a training loss"]
+    yield from table(head, body)
+
+
 def costs(frame: pd.DataFrame) -> Iterator[str]:
     """Time of the optimiser's own steps."""
     own = frame[frame.part.isin(["tune", "final"])]
@@ -171,14 +198,15 @@ def costs(frame: pd.DataFrame) -> Iterator[str]:
 
 def draw(frame: pd.DataFrame, path: Path) -> None:
     """Test loss against the rank at the rate of rank 4, with 95 % t-intervals over seeds."""
-    final = frame[frame.part == "final"]
-    with figure(path, (4 * len(NAMES), 4), 1, len(NAMES)) as (_, ((axes),)):
+    final = joined(frame)
+    with figure(path, (4 * len(NAMES), 4.4), 1, len(NAMES)) as (_, ((axes),)):
         for panel, (task, title) in zip(axes, NAMES.items(), strict=True):
-            for place, (method, (colour, marker)) in enumerate(DRAWN.items()):
+            for place, (method, (colour, marker, line)) in enumerate(DRAWN.items()):
                 found = [interval(losses(final, task=task, method=method, rank=rank)) for rank in RANKS]
                 means, ends = zip(*found, strict=True)
-                x = np.arange(len(RANKS)) + 0.06 * (place - 1)
-                panel.errorbar(x, means, ends, marker=marker, color=colour, label=method, capsize=3, linewidth=2)
+                x = np.arange(len(RANKS)) + 0.06 * (place - 2.5)
+                style = {"marker": marker, "color": colour, "linestyle": line, "linewidth": 2}
+                panel.errorbar(x, means, ends, label=LABELS.get(method, method), capsize=3, **style)
             panel.set(xticks=range(len(RANKS)), xlabel="rank (learning rate tuned at rank 4)", title=title)
             panel.set_xticklabels(map(str, RANKS))
         axes[0].set_ylabel("test loss")
@@ -198,7 +226,8 @@ def given(description: str | None, name: str) -> tuple[list[dict[str, Any]], arg
 
 def main() -> None:
     rows, options = given(__doc__, "lora_text")
-    frame = pd.DataFrame(rows).drop(columns="losses")
+    runs = pd.DataFrame(rows)
+    frame = runs.drop(columns="losses")
     lines = [f"{len(rows)} runs, {frame.seconds.sum() / 3600:.1f} hours of training."]
     for task, title in NAMES.items():
         if ((frame.task == task) & (frame.part == "final")).any():
@@ -206,6 +235,8 @@ def main() -> None:
     lines += ["", "**Ours against the others**", *against(frame)]
     if (frame.part == "moved").any():
         lines += starts(frame)
+    if (frame.part == "scale").any():
+        lines += scales(runs)
     lines += costs(frame)
     options.tables.write_text("\n".join(lines) + "\n")
     draw(frame, options.figure)
