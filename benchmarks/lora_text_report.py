@@ -104,7 +104,7 @@ def finals(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> Iterat
         cells = [method, f"{best(rows, task, 'AdamW' if method in RIVALS else method):g}"]
         for rank in RANKS:
             own, base = (losses(final, method=m, rank=rank) for m in (method, "AdamW"))
-            cells += [cell(own), "" if method == "AdamW" else paired(own, base)]
+            cells += [cell(own), "" if own.equals(base) else paired(own, base)]
         accuracy = final[(final.method == method) & (final["rank"] == 4)].accuracy.dropna()
         cells.insert(2, cell(100 * accuracy, 1))
         mine = [r for r in of if r["method"] == method]
