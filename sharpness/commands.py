@@ -295,7 +295,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     Rewrite a model of transformers so that equivalent weights become equal: norms folded
     into the next layers, biases and embeddings centred. Outputs do not change. Heads,
     neurons and the basis of the residual stream stay as they are. transformers loads the
-    new folder like the old one.
+    new folder like the old one. LoRA adapters of the old weights do not fit the new ones.
 
     in a shell:
       sharpness canonicalize path/to/vit --out canonical
@@ -330,6 +330,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     if not change <= min(0.1, 1e4 * rounding_error(network)):
         raise ValueError(f"the canonical form of {model} changes the outputs by {change:.1e}; it is not saved")
     print(f"{form}\nlargest relative change of an output {change:.0e}")
+    print(f"LoRA adapters of {model} change other outputs on the new weights: merge them into {model} before")
     with models.quiet():
         network.save_pretrained(out)
     for path in models.files_of(loaded.folder, (*models.INPUTS, "*.jinja")):

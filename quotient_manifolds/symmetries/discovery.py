@@ -175,6 +175,7 @@ def apply_random_symmetry_(
 
     The move starts at the balanced representative (canonical gauge), is computed in float64 and rounded to the
     weights' precision, so the outputs change by rounding errors, which grow with the condition number.
+    LoRA adapters of the old weights do not fit the new ones.
 
     Parameters
     ----------

@@ -436,7 +436,7 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     batch = {"pixel_values": next(whole_networks.inputs("vit"))["pixel_values"].float()}
     torch.testing.assert_close(folded(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
     assert torch.equal(folded.vit.layernorm.weight, torch.ones(8))
-    capsys.readouterr()
+    assert "LoRA adapters of" in capsys.readouterr().out
     assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 2
     assert "exists already" in capsys.readouterr().err
 

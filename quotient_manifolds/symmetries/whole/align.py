@@ -122,6 +122,8 @@ def align_models(
 ) -> tuple[nn.Module, Alignment]:
     """Move a network by its symmetries to where its weights are nearest to those of another; neither is changed.
 
+    LoRA adapters of the network do not fit the copy that is moved; merge them before.
+
     Parameters
     ----------
     reference, model : nn.Module

@@ -180,6 +180,8 @@ def write_values(values: dict[Tensor, Tensor]) -> None:
 def canonicalize_(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
     """Move a network to its canonical form: the function stays the same to rounding.
 
+    LoRA adapters of the old weights do not fit the new ones; merge them before.
+
     Parameters
     ----------
     model : nn.Module
@@ -218,6 +220,7 @@ def apply_random_moves_(
 
     The network is canonicalised first; then gains, shifts, biases and embeddings are moved, in the reverse order of
     folding. Heads and neurons are moved by :func:`~quotient_manifolds.symmetries.apply_random_symmetry_`.
+    LoRA adapters of the old weights do not fit the new ones.
 
     Parameters
     ----------
