@@ -10,7 +10,10 @@ in a shell:
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
+import re
 import signal
 import sys
 import warnings
@@ -36,11 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from . import adapters  # torch, which --help does not need
 
         found = getattr(adapters, name)(**options)
+        if found is not None:
+            print(json.dumps(found, indent=1) if as_json else _table(found), flush=True)
+    except KeyboardInterrupt:
+        print("quotient-lora: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        print(f"quotient-lora: {error}", file=sys.stderr)
-        return 2
-    if found is not None:
-        print(json.dumps(found, indent=1) if as_json else _table(found))
+        return _failed(error)
     return 0
 
 
@@ -48,7 +53,26 @@ def command() -> int:
     """Run the command line of a process: warnings are a line, and it removes what it began when it is told to end."""
     warnings.formatwarning = lambda message, *_, **__: f"quotient-lora: {message}\n"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return main()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of letters that the terminal lacks
+    try:
+        code = main()
+    except SystemExit as end:  # after --help, or told to end
+        code = int(end.code or 0)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again when it ends
+        code = code or _failed(error)
+    return code
+
+
+def _failed(error: Exception) -> int:
+    """Report an error in one line; nobody reads it if it is that of a closed pipe."""
+    if isinstance(error, BrokenPipeError):
+        return 128 + 13  # as programs end that SIGPIPE ends
+    print(f"quotient-lora: {error}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
             own.add_argument("--rank", type=int, help="Largest rank of a layer.")
             own.add_argument("--energy", type=float, default=1.0, help="Share of the squared singular values to keep.")
         if name == "merge":
+            # As in later versions of Python, which read -1e-3 too.
+            own._negative_number_matcher = re.compile(r"-\.?\d")  # noqa: SLF001
             own.add_argument("--weights", nargs="+", type=float, help="One for each adapter. (default: a mean)")
             own.add_argument("--method", choices=("sum", "ties", "dare", "inv", "mix"), default="sum", help=_METHODS)
             own.add_argument("--space", choices=("core", "knots"), default="core", help="Coordinates of TIES and DARE.")
