@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -16,10 +18,12 @@ from torch import Tensor
 
 from ..linalg import in_double
 from ..manifold import MANIFOLDS
-from .folders import CONFIG, Adapter, module_of, new_folder, parameters, read, write_tensors
+from .folders import CONFIG, HEADER, Adapter, module_of, new_folder, parameters, read, write_tensors
 from .products import Factors, Method, present, product_svd, signed_sum
 
 Path = str | os.PathLike[str]
+#: Metadata that tell whether a file was changed.
+_HASHES = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 #: Options that say which layers are adapted.
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 
@@ -47,20 +51,23 @@ def merge(
     Parameters
     ----------
     adapters : sequence of path
-        Folders that peft saved, as safetensors; or files with the names of kohya's scripts or of diffusers, all of one
-        kind.
+        Folders that peft saved; or files with the names of kohya's scripts or of diffusers, all of one kind. Scales are
+        those of the config, of the keys ``alpha`` or of diffusers' metadata; a file without any of them has 1.
     out : path
-        Folder to create, or empty. It appears when it is complete; a file in it has the name and keys of the first.
+        Folder to create, or empty. It appears when it is complete; a file in it has the name, keys and metadata of the
+        first, and one rank in all layers if nothing in it says a scale.
     weights : sequence of float, optional
         One for each adapter, of any sign. By default 1/k, a mean, and 1 for ``"ties"``, which takes a mean by itself.
     rank : int, optional
         Largest rank of a layer, whose product is the nearest in the Frobenius norm. By default nothing is lost: a layer
         gets the rank of its sum.
     energy : float or None
-        Keep as many singular values as hold this share of the sum of their squares; None keeps those that are 0, too.
+        Keep as many singular values as hold this share of the sum of their squares; None keeps those that are 0, too,
+        so that every layer has ``rank`` if it is given.
     method : {"sum", "ties", "dare", "inv", "mix"}
-        The sum; of what is left when small entries are trimmed and a sign is elected (TIES, Yadav et al. 2023), or
-        entries dropped by chance and the others enlarged (DARE, Yu et al. 2024). Or the Fréchet mean on the quotient in
+        The sum; of what is left of the terms when small entries are trimmed and a sign is elected (TIES, Yadav et al.
+        2023), or entries dropped by chance and the others enlarged (DARE, Yu et al. 2024). Terms are products times
+        weights, so w times an adapter is the adapter of scale w. Or the Fréchet mean on the quotient in
         a metric, for equal layers and ranks and weights that are not negative, which are divided by their sum.
     space : {"core", "knots"}
         In which coordinates TIES and DARE take entries: common bases of all B and all A (Core Space, Panariello et al.
@@ -71,8 +78,8 @@ def merge(
     Raises
     ------
     ValueError, OSError, ConvergenceError
-        Adapters are no LoRA of plain products, or do not fit; a folder is missing, or ``out`` is not empty; or adapters
-        are too far apart for a mean on the quotient.
+        Adapters are no LoRA of plain products, say no scale, or do not fit; a folder is missing, ``out`` is not empty,
+        or another process is writing it; or adapters are too far apart for a mean on the quotient.
 
     Notes
     -----
@@ -95,15 +102,27 @@ def merge(
     parents, ranks = [read(place) for place in adapters], dict[str, int]()
     how = Method(method, _checked_weights(parents, weights, method), space, density, rank, energy)
     _check_alike(parents, how)
+    first = parents[0]
     with new_folder(out) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        write_tensors(folder / parents[0].weights.name, _tensors(parents, how, ranks))
-        if config := _config(parents, ranks):
-            (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        base = json.dumps(parents[0].config.get("base_model_name_or_path") or "")
+        tensors = _tensors(parents, how, ranks)
+        if first.single and not (first.has_alphas or HEADER in first.metadata):
+            # Readers of such a file may take the scale of one layer for that of all, so all have one rank.
+            for _ in tensors:
+                pass
+            torch.manual_seed(seed)
+            tensors = _tensors(parents, replace(how, rank=max(ranks.values()), energy=None), ranks)
+        write_tensors(folder / first.saved_as, tensors, lambda: _metadata(parents, ranks))
+        if not first.single:
+            config = _config([p.config for p in parents], ranks)
+            (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        base = json.dumps(first.config.get("base_model_name_or_path") or "")
         card = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nMade by quotient-lora, method {method}, from\n\n"
         made_of = (f"- {w:g} × {p.place}\n" for p, w in zip(parents, how.weights, strict=True))
-        (folder / "README.md").write_text(card + "".join(made_of))
+        text = card + "".join(made_of)
+        (folder / "README.md").write_text(
+            text, encoding="utf-8", errors="backslashreplace"
+        )  # of a path that is no text
 
 
 def resize(adapter: Path, out: Path, *, rank: int | None = None, energy: float = 1.0) -> None:
@@ -138,7 +157,8 @@ def balance(adapter: Path, out: Path) -> None:
     r"""Write an adapter of the same products with balanced factors, :math:`B^T B = A A^T` = diag(σ).
 
     Training goes on from them at rates that suit factors of equal size. Ranks remain, and scales become 1. Where a
-    product lacks full rank, as at B = 0, columns of B are 0 and rows of A are not, so that they can be trained.
+    product lacks full rank, as at B = 0 or where the rank exceeds the outputs or inputs of the layer, columns of B are
+    0 and rows of A are not, so that they can be trained. A rank above the inputs repeats rows of A.
 
     Parameters
     ----------
@@ -217,7 +237,7 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
 
 def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a merged adapter, and note the rank of each layer."""
-    biased = any(p.config.get("lora_bias") for p in parents)
+    biased, alphas = any(p.config.get("lora_bias") for p in parents), parents[0].has_alphas
     for layer in _layers(parents):
         holders = [p for p in parents if layer in p.layers]
         first = holders[0]
@@ -226,8 +246,8 @@ def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iter
         with _named(layer):
             G, H = how.factors(_factors(parents, layer), whole)
         ranks[layer] = G.shape[-1]
-        dtype = reduce(torch.promote_types, [p.tensor(p.layers[layer]["A"]).dtype for p in holders])
-        yield from first.packed(layer, G, H, dtype).items()
+        dtype = _common_dtype([p.tensor(p.layers[layer]["A"]) for p in holders])
+        yield from first.packed(layer, G, H, dtype, alphas).items()
         if biased and not first.layers[layer]["B"].endswith("embedding_B"):
             # peft multiplies the bias of B by the scale, too.
             key, absent = f"{layer}.lora_B.bias", G.new_zeros(G.shape[-2])
@@ -246,8 +266,16 @@ def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
         raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
     total = sum(w for _, w in own)
     mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, w in own))
-    dtype = reduce(torch.promote_types, [p.tensor(key).dtype for p, _ in own])
+    dtype = _common_dtype([p.tensor(key) for p, _ in own])
     return (mean if dtype.is_floating_point else mean.round()).to(dtype)
+
+
+def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the smallest dtype that holds the numbers of all; float8 has none with others, so it counts as float32."""
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) > 1:
+        dtypes = {torch.float32 if d.is_floating_point and d.itemsize == 1 else d for d in dtypes}
+    return reduce(torch.promote_types, dtypes)
 
 
 def _layers(parents: Iterable[Adapter]) -> list[str]:
@@ -268,8 +296,15 @@ def _factors(parents: list[Adapter], layer: str) -> list[Factors]:
     """Read s B and Aᵀ of a layer from each adapter, of rank 0 if it lacks the layer; raise if widths differ."""
     found = {i: p.factors(layer) for i, p in enumerate(parents) if layer in p.layers}
     shapes = [(len(G), G.shape[-2], H.shape[-2]) for G, H in found.values()]
+    places = [str(parents[i].place) for i in found]
+    layouts = {parents[i].layout for i in found if parameters(layer, parents[i].config)}
+    swapped = "; PEFT 0.19.0 and 0.19.1 changed which side of an expert is its input" if len(layouts) > 1 else ""
     if len(set(shapes)) > 1:
-        raise ValueError(f"experts, outputs and inputs are {shapes} in {[str(parents[i].place) for i in found]}")
+        raise ValueError(f"experts, outputs and inputs are {shapes} in {places}{swapped}")
+    if swapped and shapes[0][1] == shapes[0][2]:
+        raise ValueError(
+            f"experts with as many outputs as inputs cannot be told from their transposes in {places}{swapped}"
+        )
     G, H = next(iter(found.values()))
     return [found.get(i, (G[..., :0], H[..., :0])) for i in range(len(parents))]
 
@@ -287,6 +322,9 @@ def _checked_weights(parents: list[Adapter], weights: Sequence[float] | None, me
 def _check_alike(parents: list[Adapter], how: Method) -> None:
     """Raise if adapters cannot be merged, and warn if they name different models."""
     first, *rest = parents
+    tokens = [p.config["trainable_token_indices"] for p in parents if p.config.get("trainable_token_indices")]
+    if any(indices != tokens[0] for indices in tokens):
+        raise ValueError(f"the adapters trained different tokens, so they cannot be merged: {tokens}")
     for p in rest:
         if odd := [name for name, value in first.common.items() if p.common[name] != value]:
             raise ValueError(f"{first.place} and {p.place} differ in {odd[0]}, so they cannot be merged")
@@ -302,17 +340,35 @@ def _check_alike(parents: list[Adapter], how: Method) -> None:
         )
 
 
-def _config(parents: list[Adapter], ranks: dict[str, int]) -> dict[str, Any]:
+def _config(configs: list[dict[str, Any]], ranks: dict[str, int]) -> dict[str, Any]:
     """Return the config of a merged adapter: that of the first, with what follows from all."""
-    configs, most = [p.config for p in parents], max(ranks.values())
+    most = max(ranks.values())
     less = {layer: r for layer, r in ranks.items() if r < most}
-    pattern = {f"^{name}": r for at, r in less.items() for name in parameters(at, configs[0]) or [module_of(at)]}
+    names = {name: r for at, r in less.items() for name in parameters(at, configs[0]) or [module_of(at)]}
+    pattern = {f"^{re.escape(name)}": r for name, r in names.items()}
     new = {"r": most, "lora_alpha": most, "rank_pattern": pattern, "alpha_pattern": pattern, "use_rslora": False}
     new |= {"init_lora_weights": True, "eva_config": None, "lora_bias": any(c.get("lora_bias") for c in configs)}
     new |= next(({"bias": c["bias"]} for c in configs if c.get("bias", "none") != "none"), {})
+    new |= {option: c[option] for c in configs for option in ("trainable_token_indices",) if c.get(option)}
     new["modules_to_save"] = sorted({name for c in configs for name in c.get("modules_to_save") or ()}) or None
-    if any(c.get(name) != configs[0].get(name) for c in configs for name in _SELECTION):
+    if any(c.get(name) != configs[0].get(name) for c in configs for name in _SELECTION) or not configs[0]:
         paths = sorted(module_of(layer) for layer in ranks if not parameters(layer, configs[0]))
         new |= {**dict.fromkeys(_SELECTION), "target_modules": paths}
     # Older versions of peft know fewer options.
-    return configs[0] and configs[0] | {k: v for k, v in new.items() if v or k in configs[0]}
+    return configs[0] | {k: v for k, v in new.items() if v or k in configs[0]}
+
+
+def _metadata(parents: list[Adapter], ranks: dict[str, int]) -> dict[str, str]:
+    """Return the metadata of a merged file: those of the first, with what follows from the new ranks."""
+    metadata = {k: v for k, v in parents[0].metadata.items() if k not in _HASHES}
+    rank = str(max(ranks.values())) if len(set(ranks.values())) == 1 else "Dynamic"
+    metadata |= {k: rank for k in ("ss_network_dim", "ss_network_alpha") if k in metadata}
+    if HEADER in metadata:
+        config = dict[str, Any]()
+        for model in sorted({layer.partition(".")[0] for layer in ranks}):
+            own = {layer: r for layer, r in ranks.items() if layer.startswith(f"{model}.")}
+            configs = [p.options(next(iter(at)))[1] for p in parents if (at := own.keys() & p.layers.keys())]
+            merged = _config(configs, {layer.partition(".")[2]: r for layer, r in own.items()})
+            config |= {f"{model}.{option}": value for option, value in merged.items()}
+        metadata[HEADER] = json.dumps(config, indent=2, sort_keys=True)
+    return metadata

@@ -19,13 +19,16 @@ Factors = tuple[Tensor, Tensor]
 NEGLIGIBLE = torch.finfo(torch.float32).eps
 
 
-def product_svd(G: Tensor, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U, σ, V with U diag(σ) Vᵀ = G Hᵀ, without forming the product; what is rounding error is 0 in σ."""
+def product_svd(G: Tensor, H: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, σ, V with U diag(σ) Vᵀ = G Hᵀ, without forming the product; what is rounding error is 0 in σ.
+
+    With ``full``, U and V have as many orthonormal columns as G and H can have; the first are those of σ.
+    """
     (Q, R), (P, T) = torch.linalg.qr(G), torch.linalg.qr(H)
     size = torch.linalg.matrix_norm(R) * torch.linalg.matrix_norm(T)
     if not bool(size.square().isfinite().all()):
         raise ValueError("the product is too large for float64; use smaller weights")
-    U, sigma, Vh = torch.linalg.svd(R @ T.mT, full_matrices=False)
+    U, sigma, Vh = torch.linalg.svd(R @ T.mT, full_matrices=full)
     rounding = 10 * torch.finfo(G.dtype).eps * size
     return Q @ U, torch.where(sigma > rounding.unsqueeze(-1), sigma, 0), P @ Vh.mT
 
@@ -40,20 +43,23 @@ def balanced(G: Tensor, H: Tensor, rank: int, energy: float = 1.0, whole: bool =
 
     ``energy`` is the share of the sum of squared singular values that is enough.
     """
-    U, sigma, V = product_svd(G, H)
+    U, sigma, V = product_svd(G, H, full=True)
     before = sigma.square().cumsum(-1) - sigma.square()
     kept = present(sigma) & ((before < energy * sigma.square().sum(-1, keepdim=True)) | (energy == 1))
     count = rank if whole else min(rank, max(1, int(kept.sum(-1).max())))
-    root = torch.where(kept, sigma, 0).sqrt()[..., :count].unsqueeze(-2)
-    # Where the product is 0, G is 0 and H is not, as in a new adapter: two zeros would remain zero in training.
-    factors = U[..., :count] * root, V[..., :count] * torch.where(root > 0, root, H.shape[-2] ** -0.5)
-    G, H = (pad(X, (0, count - X.shape[-1])) for X in factors)
-    return G, H
+    root = pad(torch.where(kept, sigma, 0).sqrt(), (0, count))[..., :count].unsqueeze(-2)
+    # Where the product is 0, G is 0 and H is not, as in a new adapter: two zeros would remain zero in training. Inputs
+    # that are fewer than columns have no more directions, so these come again.
+    V = V[..., torch.arange(count) % V.shape[-1]]
+    return pad(U, (0, count))[..., :count] * root, V * torch.where(root > 0, root, H.shape[-2] ** -0.5)
 
 
 @dataclass(frozen=True)
 class Method:
-    """How products are merged; see :func:`quotient_manifolds.adapters.merge` for its arguments."""
+    """How products are merged; see :func:`quotient_manifolds.adapters.merge` for its arguments.
+
+    Without ``energy`` every layer has the given rank, or as many columns as its factors have side by side.
+    """
 
     name: str
     weights: Sequence[float]
@@ -81,24 +87,31 @@ class Method:
         else:
             G, H = signed_sum(parts, self.weights) if self.name == "sum" else self._of_entries(parts)
         del parts  # as large as what follows
-        return balanced(G, H, min(self.rank or total, total), self.energy or 1.0, whole or self.energy is None)
+        rank = self.rank or total
+        if self.energy is None:
+            return balanced(G, H, rank, whole=True)
+        return balanced(G, H, min(rank, total), self.energy, whole)
 
     def array(self, arrays: Sequence[Tensor]) -> Tensor:
-        """Return the sum of arrays with weights, or what TIES and DARE make of it."""
-        weights = arrays[0].new_tensor(self.weights)
-        if self.name in ("ties", "dare"):
-            from peft.utils.merge_utils import dare_linear, ties  # it takes seconds
+        """Return the sum of arrays times their weights, or what TIES and DARE make of them."""
+        return self._merged([w * array for w, array in zip(self.weights, arrays, strict=True)])
 
-            return (ties if self.name == "ties" else dare_linear)([*arrays], weights, self.density)
-        return torch.tensordot(weights, torch.stack([*arrays]), 1)
+    def _merged(self, arrays: Sequence[Tensor]) -> Tensor:
+        if self.name not in ("ties", "dare"):
+            return torch.stack([*arrays]).sum(0)
+        from peft.utils.merge_utils import dare_linear, ties  # it takes seconds
+
+        # Its own weights come after TIES has elected signs, so that it would not know of negative ones.
+        return (ties if self.name == "ties" else dare_linear)([*arrays], arrays[0].new_ones(len(arrays)), self.density)
 
     def _of_entries(self, parts: Sequence[Factors]) -> Factors:
         """Merge entries in common bases of the products."""
-        found, core = [product_svd(*part) for part in parts], self.space == "core"
+        core = self.space == "core"
+        found = [product_svd(w * G, H) for w, (G, H) in zip(self.weights, parts, strict=True)]
         rows = _basis([U * s.pow(0.5 if core else 1).unsqueeze(-2) for U, s, _ in found])
         columns = _basis([V * s.sqrt().unsqueeze(-2) for _, s, V in found]) if core else None
         entries = [(rows.mT @ U * s.unsqueeze(-2)) @ (V if columns is None else columns.mT @ V).mT for U, s, V in found]
-        merged = self.array(entries).mT
+        merged = self._merged(entries).mT
         return rows, merged if columns is None else columns @ merged
 
 

@@ -1,7 +1,9 @@
 """Folders of adapters, against dense products that peft computes and against each other."""
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +19,7 @@ from peft.utils import merge_utils
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix, lora_command
+from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix, adapters, lora_command
 from quotient_manifolds.adapters import balance, compare, folders, merge, merging, products, resize
 from quotient_manifolds.lora_command import main
 
@@ -228,19 +230,22 @@ def pairs_of(seed, ranks=(3, 2, 2), n=6, m=5):
 
 @pytest.mark.parametrize("density", [0.3, 0.7])
 def test_ties_of_products_by_hand(density):
-    """Entry by entry: trimmed, then a sign is elected, then those that agree are averaged with their weights."""
+    """Entry by entry: weighted, trimmed, then a sign is elected, then those that agree are averaged."""
     parts, weights = pairs_of(0), [1.0, -0.5, 2.0]
-    X = [(G @ H.mT)[0] for G, H in parts]
+    given = [(G @ H.mT)[0] for G, H in parts]
+    X = [w * x for w, x in zip(weights, given, strict=True)]
     least = [sorted(x.abs().flatten().tolist())[-int(density * x.numel())] for x in X]
     expected = torch.zeros_like(X[0])
     for i, j in torch.cartesian_prod(*map(torch.arange, X[0].shape)).tolist():
         left = [float(x[i, j]) if abs(x[i, j]) >= a else 0.0 for x, a in zip(X, least, strict=True)]
         sign = 1 if sum(left) >= 0 else -1
-        agreeing = [w * x for w, x in zip(weights, left, strict=True) if sign * x > 0]
+        agreeing = [x for x in left if sign * x > 0]
         expected[i, j] = sum(agreeing) / max(len(agreeing), 1)
-    found = products.Method("ties", weights, density=density).array(X)
+    found = products.Method("ties", weights, density=density).array(given)
     assert torch.allclose(found, expected, atol=1e-12)
-    assert not torch.allclose(found, products.Method("ties", weights, density=1 - density).array(X), atol=1e-3)
+    assert not torch.allclose(found, products.Method("ties", weights, density=1 - density).array(given), atol=1e-3)
+    late = merge_utils.ties(given, torch.tensor(weights).double(), density)
+    assert not torch.allclose(found, late, atol=1e-3), "weights come before signs"
 
 
 def test_dare_drops_entries_or_enlarges_them():
@@ -264,13 +269,11 @@ def test_the_seed_of_dare_is_its_own(tmp_path):
 @pytest.mark.parametrize("name", ["ties", "dare"])
 def test_spaces_are_those_of_dense_products(name):
     """KnOTS and Core Space, step by step; entries are kept without chance, so that signs of bases do not matter."""
-    parts, weights, density = pairs_of(1), [1.0, 0.5, 2.0], {"ties": 0.4, "dare": 1.0}[name]
-    X = [(G @ H.mT)[0] for G, H in parts]
+    parts, weights, density = pairs_of(1), [1.0, -0.5, 2.0], {"ties": 0.4, "dare": 1.0}[name]
+    X = [w * (G @ H.mT)[0] for w, (G, H) in zip(weights, parts, strict=True)]
 
     def ties(arrays):
-        if name == "dare":
-            return sum(w * a for w, a in zip(weights, arrays, strict=True))
-        return merge_utils.ties(arrays, torch.tensor(weights).double(), density)
+        return sum(arrays) if name == "dare" else merge_utils.ties(arrays, torch.ones(3).double(), density)
 
     U, s, Vh = torch.linalg.svd(torch.cat(X, 1), full_matrices=False)
     knots = U @ ties([s[:, None] * V for V in Vh.split(5, 1)])
@@ -475,6 +478,12 @@ def test_half_precision_is_rounded_once(tmp_path):
     assert near(dense(tmp_path / "out"), weighted([one, two], [0.5, 0.5]), 1e-2)
     merge([one, saved(tmp_path / "wide", 1)], tmp_path / "both")
     assert {t.dtype for t in tensors(tmp_path / "both").values()} == {torch.float32}
+    eight = changed(one, tmp_path / "eight", lambda k, t: t.to(torch.float8_e4m3fn))
+    balance(eight, tmp_path / "eight-even")
+    assert {t.dtype for t in tensors(tmp_path / "eight-even").values()} == {torch.float8_e4m3fn}
+    merge([eight, two], tmp_path / "mixed")
+    assert {t.dtype for t in tensors(tmp_path / "mixed").values()} == {torch.float32}
+    assert near(dense(tmp_path / "mixed"), weighted([eight, two], [0.5, 0.5]), 1e-6)
 
 
 def test_files_are_aligned(tmp_path):
@@ -489,13 +498,26 @@ def test_files_are_aligned(tmp_path):
 
 def test_what_cannot_be_read_is_named(tmp_path):
     one = saved(tmp_path / "one")
-    pickled = changed(one, tmp_path / "pickled")
-    (tmp_path / "pickled/adapter_model.safetensors").rename(tmp_path / "pickled/adapter_model.bin")
+    pickled, ran = without_tensors(one, tmp_path / "pickled"), tmp_path / "ran"
+    (pickled / "adapter_model.safetensors").unlink()
+
+    class Code:
+        def __reduce__(self):
+            return os.mkdir, (str(ran),)
+
+    torch.save({"lora_A": Code()}, pickled / "adapter_model.bin")
+    (tmp_path / "named").mkdir()
+    for name in ("german", "french"):
+        changed(one, tmp_path / "named" / name)
+    pointer = without_tensors(one, tmp_path / "pointer")
+    (pointer / "adapter_config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     broken = changed(one, tmp_path / "broken")
     (tmp_path / "broken/adapter_model.safetensors").write_bytes(b"not tensors")
     cases = {
         "nothing is no file, and no folder with adapter_config.json": tmp_path / "nothing",
-        r"pickled is no file, .* a pickle \(.bin\) may run code": pickled,
+        "it has the adapters french, german: name the folder of one": tmp_path / "named",
+        "pickled cannot be read: adapter_model.bin is a pickle of more than tensors, which may run code;": pickled,
+        "adapter_config.json is a pointer of Git LFS, not the file itself": pointer,
         "broken cannot be read": broken,
         "was made with IA3, whose layers add something else": changed(one, tmp_path / "ia3", peft_type="IA3"),
         "was made with kasa_config": changed(one, tmp_path / "kasa", kasa_config={"a": 1}),
@@ -520,14 +542,25 @@ def test_what_cannot_be_read_is_named(tmp_path):
         ),
         "empty has no pairs of factors": without_tensors(one, tmp_path / "empty"),
         "NaN or infinite": changed(one, tmp_path / "nan", lambda k, t: t * torch.nan),
+        "has factors of torch.int8 and torch.int8": changed(one, tmp_path / "int8", lambda k, t: t.to(torch.int8)),
+        "lora_B.weight is empty, as when DeepSpeed's ZeRO-3 or FSDP": changed(
+            one, tmp_path / "shard", lambda k, t: t[:0] if "one.lora_B" in k else t
+        ),
         "no pairs of factors in the names of peft": other_names(one, tmp_path / "loha"),
         r"two has factors \[3, 20\] and \[9, 1\]|one has factors": changed(
             one, tmp_path / "groups", lambda k, t: t[:, :1] if "lora_B" in k else t
         ),
     }
+    for option in ("peft_type", "r", "lora_alpha"):
+        cases[f"adapter_config.json lacks {option}, so the scale"] = lacking = tmp_path / f"no {option}"
+        changed(one, lacking)
+        config = json.loads((lacking / "adapter_config.json").read_text())
+        del config[option]
+        (lacking / "adapter_config.json").write_text(json.dumps(config))
     for message, folder in cases.items():
         with pytest.raises((ValueError, OSError), match=message):
             merge([one, folder], tmp_path / "out")
+    assert not ran.exists(), "the code of a pickle was run"
     experts = saved(tmp_path / "experts", **KINDS["experts"][0])
     experts = changed(experts, tmp_path / "apart", alpha_pattern={"experts.up": 3})
     with pytest.raises(ValueError, match=r"experts.* one alpha, got \[\(2, [36]\), \(2, [36]\)\]"):
@@ -576,8 +609,193 @@ def test_single_files_keep_their_names(kind, tmp_path):
         with pytest.raises(ValueError, match="differ in the format of their names"):
             merge([files[0], one], tmp_path / "no")
     save_file(load_file(files[0]) | {"lora_unet_one.dora_scale": torch.ones(7)}, tmp_path / "dora.safetensors")
-    with pytest.raises(ValueError, match=r"holds lora_unet_one\.dora_scale, which is no factor"):
+    with pytest.raises(ValueError, match=r"holds lora_unet_one\.dora_scale, a magnitude of DoRA, which is no factor"):
         merge([tmp_path / "dora.safetensors"], tmp_path / "no")
+
+
+NAMES = {
+    **FORMATS,
+    "saved as it is": ("{}.lora_A.default.weight", "{}.lora_B.default.weight", None),
+    "peft": ("base_model.model.{}.lora_A.weight", "base_model.model.{}.lora_B.weight", None),
+}
+METADATA = {"unet.r": 2, "unet.lora_alpha": 8, "unet.rank_pattern": {"two": 3}}
+
+
+def bare(
+    folder, names, ranks=(("one", 2), ("two", 3)), *, alphas=None, metadata=None, config=None, size=(7, 6), **more
+):
+    """Write random factors and what is said of their scales; return the place and the products B A."""
+    generator, found, state = torch.Generator().manual_seed(0), {}, {**more}
+    a, b, alpha = NAMES[names]
+    for layer, r in ranks:
+        A, B = (torch.randn(s, generator=generator).double() for s in ((r, size[1]), (size[0], r)))
+        state |= {a.format(layer): A, b.format(layer): B}
+        state |= {alpha.format(layer): torch.as_tensor(alphas[layer])} if alphas and layer in alphas else {}
+        found[layer] = B @ A
+    folder.mkdir()
+    if config is not None:
+        text = json.dumps({"peft_type": "LORA", "target_modules": ["one", "two"], **config}, ensure_ascii=False)
+        (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+    header = {"lora_adapter_metadata": json.dumps(metadata)} if metadata else {}
+    place = folder / "adapter_model.safetensors"
+    save_file(state, place, {"format": "pt", "modelspec.title": "mine", "sshs_model_hash": "0", **header})
+    return place, found
+
+
+RSLORA = {**METADATA, "unet.use_rslora": True, "unet.alpha_pattern": {"^one": 5}}
+TWO = {"ranks": (("unet.one", 2), ("text.two", 3)), "metadata": {**METADATA, "text.r": 3, "text.lora_alpha": 1}}
+PEFT = {"r": 2, "lora_alpha": 8, "rank_pattern": {"two": 3}}
+SCALES = {
+    "none": ({"names": "diffusers"}, (1, 1)),
+    "default": ({"names": "saved as it is"}, (1, 1)),
+    "alpha": ({"names": "kohya", "alphas": {"one": torch.tensor(3.0).half(), "two": [5.0]}}, (3 / 2, 5 / 3)),
+    "metadata": ({"names": "diffusers", "metadata": METADATA}, (8 / 2, 8 / 3)),
+    "rslora in metadata": ({"names": "diffusers", "metadata": RSLORA}, (5 / 2**0.5, 8 / 3**0.5)),
+    "two models": ({"names": "saved as it is", **TWO}, (8 / 2, 1 / 3)),
+    "config beside": ({"names": "peft", "config": PEFT}, (8 / 2, 8 / 3)),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_every_scale_that_a_file_states_is_read_and_kept(kind, tmp_path):
+    made, scales = SCALES[kind]
+    place, found = bare(tmp_path / "a", **made)
+    balance(place, tmp_path / "even")
+    merge([place, place], tmp_path / "sum", weights=[1, 1], energy=None)
+    a, b, alpha = NAMES[made["names"]]
+    for name, times in (("even", 1), ("sum", 2)):
+        out = tmp_path / name / place.name
+        t, again = load_file(out), folders.read(out)
+        for (layer, product), scale, r in zip(found.items(), scales, (2, 3), strict=True):
+            A, B = t[a.format(layer)], t[b.format(layer)]
+            assert torch.allclose(B @ A, times * scale * product, atol=1e-12), "the result has the scale 1"
+            assert again.rank_and_scale(a.format(layer).partition(".lora_")[0])[1] == 1
+            assert len(A) == times * (3 if kind in ("none", "default") else r), "one rank, if nothing says the scales"
+            assert alpha is None or t[alpha.format(layer)] == times * r
+        with folders.safe_open(out, "pt") as file:
+            assert file.metadata()["modelspec.title"] == "mine"
+            assert "sshs_model_hash" not in file.metadata(), "it was that of other weights"
+    assert (tmp_path / "even/adapter_config.json").exists() == (kind == "config beside")
+
+
+ALPHAS = {"names": "kohya", "alphas": {"one": 1.0, "two": 1.0}}
+HALF = {"lora_unet_one.r": 2, "lora_unet_one.lora_alpha": 2, "lora_unet_two.r": 3}
+UNCLEAR = {
+    "one.alpha must be one number other than 0": {"names": "kohya", "alphas": {"one": 0.0, "two": 1.0}},
+    "an alpha for 1 of 2 layers, but others lack it": {"names": "kohya", "alphas": {"one": 1.0}},
+    "lora_adapter_metadata say one, too": {**ALPHAS, "metadata": {**HALF, "lora_unet_two.lora_alpha": 3}},
+    "lora_adapter_metadata lacks lora_alpha": {**ALPHAS, "metadata": HALF},
+    "lora_adapter_metadata lacks r, lora_alpha": {"names": "diffusers", "metadata": {"transformer.r": 2}},
+    "the names of PEFT, whose scale is in adapter_config.json: name the folder": {"names": "peft"},
+    "unet.one.diff_b, the change of a bias, which is no": {"names": "diffusers", "unet.one.diff_b": torch.ones(7)},
+}
+
+
+@pytest.mark.parametrize("message", UNCLEAR)
+def test_a_scale_that_is_unclear_is_refused(message, tmp_path):
+    place, _ = bare(tmp_path / "a", **UNCLEAR[message])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        balance(place, tmp_path / "out")
+
+
+def test_a_single_file_keeps_one_rank_and_its_metadata(tmp_path):
+    place, _ = bare(tmp_path / "a", "diffusers", (("one", 4), ("two", 4)))
+    state = load_file(place)
+    state["unet.two.lora_B.weight"][:, 1:] *= 1e-3  # so that one direction holds nearly all energy
+    save_file(state, place, {"ss_network_dim": "4", "ss_network_alpha": "4", "ss_tag": "x"})
+    resize(place, tmp_path / "out", energy=0.9)
+    t = load_file(tmp_path / "out" / place.name)
+    [rank] = {len(v) for k, v in t.items() if "lora_A" in k}
+    assert 1 < rank < 4, "the largest that a layer needs"
+    with folders.safe_open(tmp_path / "out" / place.name, "pt") as file:
+        said = {"ss_network_dim": f"{rank}", "ss_network_alpha": f"{rank}"}
+        assert file.metadata() == {"format": "pt", "ss_tag": "x", **said}
+
+
+@pytest.mark.parametrize("size", [(4, 12), (9, 3), (4, 3)])
+def test_no_direction_is_dead_where_the_rank_exceeds_a_layer(size, tmp_path):
+    place, found = bare(tmp_path / "a", "kohya", (("one", 6),), alphas={"one": 6.0}, size=size)
+    balance(place, tmp_path / "out")
+    t = load_file(tmp_path / "out" / place.name)
+    A, B = (t[name.format("one")] for name in NAMES["kohya"][:2])
+    assert (A.shape, B.shape) == ((6, size[1]), (size[0], 6))
+    assert torch.allclose(B @ A, found["one"], atol=1e-12)
+    assert float(A.norm(dim=1).min()) > 0.1 * size[1] ** -0.5
+    assert int((B.norm(dim=0) > 0).sum()) == min(size)
+    if size[1] >= 6:
+        assert float((A @ A.mT).fill_diagonal_(0).abs().max()) < 1e-12
+
+
+def test_names_with_signs_of_expressions_are_read_again(tmp_path):
+    layers = nn.ModuleDict({"a+b": nn.Linear(6, 5), "aab": nn.Linear(6, 5)})
+    config = peft.LoraConfig(r=3, target_modules=["a+b", "aab"], rank_pattern={r"a\+b": 1}, init_lora_weights=False)
+    peft.get_peft_model(layers, config).save_pretrained(tmp_path / "one")
+    merge([tmp_path / "one"] * 2, tmp_path / "out")
+    assert [at["rank"] for at in compare(tmp_path / "one", tmp_path / "out")["layers"].values()] == [[1, 1], [3, 3]]
+    again = nn.ModuleDict({"a+b": nn.Linear(6, 5), "aab": nn.Linear(6, 5)})
+    peft.PeftModel.from_pretrained(again, tmp_path / "out")  # where sizes that differ are an error
+
+
+def test_experts_of_versions_that_swap_their_sides(tmp_path):
+    """PEFT 0.18, 0.19.0 and 0.19.1 took other sides of an expert for its inputs, which square ones do not show."""
+    options = {"r": 2, "lora_alpha": 2, "target_parameters": ["experts.up"], "target_modules": []}
+
+    def made(version, *size):
+        config = {**options, "peft_version": version}
+        return bare(tmp_path / f"{version} {size}", "peft", (("experts", 4),), size=size, config=config)[0]
+
+    square = made("0.18.1", 6, 6), made("0.20.0", 6, 6)
+    old, new, swapped = made("0.18.1", 6, 5), made("0.20.0", 6, 5), made("0.20.0", 5, 6)
+    for act in (compare, lambda *both: merge(both, tmp_path / "out")):
+        with pytest.raises(
+            ValueError, match=r"experts: .* cannot be told from their transposes in .*; PEFT 0\.19\.0 and"
+        ):
+            act(*square)
+        with pytest.raises(ValueError, match=r"are \[\(2, 6, 5\), \(2, 5, 6\)\] in .*; PEFT 0\.19\.0 and"):
+            act(old, swapped)
+    for both in ((made("0.19.1@x", 6, 6), square[1]), (old, new)):
+        assert compare(*both)["layers"]["experts"]["distance"] < 1e-12
+
+
+def test_tokens_that_one_adapter_trained(tmp_path):
+    one = saved(tmp_path / "one", trainable_token_indices={"words": [1, 4]})
+    two = saved(tmp_path / "two", 1)
+    [key] = (k for k in tensors(one) if "token" in k)
+    for parents, out in (([one, two], "a"), ([two, one], "b")):
+        merge(parents, tmp_path / out)
+        assert torch.equal(tensors(tmp_path / out)[key], tensors(one)[key])
+        assert near(dense(tmp_path / out), weighted(parents, [0.5, 0.5]), 1e-6)
+        row = loaded(tmp_path / out).get_submodule("base_model.model.words")(torch.tensor([4]))
+        assert torch.equal(row[0], tensors(one)[key][1].double())
+
+
+def test_pickles_of_tensors_are_read(tmp_path):
+    one = saved(tmp_path / "one", dtype=torch.bfloat16)
+    old = tmp_path / "old"
+    changed(one, old)
+    torch.save(tensors(old), old / "adapter_model.bin")
+    (old / "adapter_model.safetensors").unlink()
+    for place in (old, old / "adapter_model.bin"):
+        assert max(at["distance"] for at in compare(one, place)["layers"].values()) < 1e-12
+    balance(old, tmp_path / "out")
+    assert near(dense(tmp_path / "out"), dense(one), 1e-2)
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    torch.save([1], old / "adapter_model.bin")
+    with pytest.raises(ValueError, match="a pickle of more than tensors"):
+        balance(old, tmp_path / "no")
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_text_is_utf_8_whatever_the_locale(start, tmp_path, monkeypatch):
+    place, _ = bare(tmp_path / "é×", "peft", config={**PEFT, "base_model_name_or_path": "Modèle/空"})
+    config = place.with_name("adapter_config.json")
+    config.write_text(start + config.read_text(encoding="utf-8"), encoding="utf-8")
+    # As where the locale is C: a file that is opened without an encoding is ASCII.
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
+    balance(place.parent, tmp_path / "out")
+    assert f"- 1 × {place.parent}\n" in (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert folders.read(tmp_path / "out").config["base_model_name_or_path"] == "Modèle/空"
 
 
 def without_tensors(folder, out):
@@ -596,12 +814,12 @@ def other_names(folder, out):
 def test_what_cannot_be_merged_is_named(tmp_path):
     one = saved(tmp_path / "one")
     narrow = changed(one, tmp_path / "narrow", lambda k, t: t[:, :7] if "one.lora_A" in k else t)
-    tokens = changed(one, tmp_path / "tokens", trainable_token_indices=[1])
+    tokens, others = (changed(one, tmp_path / f"t{i}", trainable_token_indices=[i]) for i in (1, 2))
     half, head = saved(tmp_path / "half", dtype=torch.float16), saved(tmp_path / "head", modules_to_save=["head"])
     head = changed(head, tmp_path / "bad", lambda k, t: t * torch.nan if "head" in k else t)
     for more, message in (
         ({"adapters": [one, narrow]}, r"one: experts, outputs and inputs are \[\(1, 20, 12\), \(1, 20, 7\)\] in"),
-        ({"adapters": [one, tokens]}, "differ in trainable_token_indices"),
+        ({"adapters": [one, tokens, others]}, r"the adapters trained different tokens, .*: \[\[1\], \[2\]\]"),
         ({"adapters": []}, "0 adapters need as many weights"),
         ({"weights": [1, 2]}, "1 adapters need as many weights, finite"),
         ({"weights": [float("nan")]}, "finite"),
@@ -673,10 +891,24 @@ merge([{one!r}], {str(out)!r})
     assert set(tmp_path.iterdir()) == kept | {out, tmp_path / "other"}
 
 
+def test_two_commands_with_one_folder(tmp_path):
+    one, out = saved(tmp_path / "one"), tmp_path / "out"
+    with folders.new_folder(out) as first:
+        with pytest.raises(FileExistsError, match=r"another command is writing .*out; wait for it"):
+            balance(one, out)
+        assert first.exists()
+        (first / "mine").touch()
+    assert [p.name for p in out.iterdir()] == ["mine"]
+    late = tmp_path / "late"
+    with pytest.raises(FileExistsError, match="late exists already"), folders.new_folder(late):
+        shutil.copytree(out, late)
+    assert [p.name for p in late.iterdir()] == ["mine"]
+
+
 def test_the_command(tmp_path, capsys):
     one, two = saved(tmp_path / "one"), saved(tmp_path / "two", 1, r=2)
     out = str(tmp_path / "out")
-    assert main(["merge", one, two, "--weights", "1", "-0.5", "--out", out]) == 0
+    assert main(["merge", one, two, "--weights", "1", "-5e-1", "--out", out]) == 0
     assert near(dense(out), weighted([one, two], [1, -0.5]), 1e-5)
     assert main(["resize", out, "--rank", "2", "--out", f"{out}2"]) == 0
     assert main(["balance", one, "--out", f"{out}3"]) == 0
@@ -736,11 +968,43 @@ def test_a_command_that_is_told_to_end_removes_what_it_began(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["quotient-lora", "merge", one, "--out", str(tmp_path / "out")])
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a command that does not listen goes on
     try:
-        with pytest.raises(SystemExit, match="143"):
-            lora_command.command()
+        assert lora_command.command() == 143
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (seen, [*tmp_path.iterdir()]) == ([2], [tmp_path / "one"])
+
+
+@pytest.mark.parametrize(("closed", "arguments", "code", "said"), [
+    (True, ["compare", "{}", "{}", "--json"], 141, ""), (True, ["--help"], 141, ""),
+    (False, ["compare", "{}", "{}"], 2, "quotient-lora: [Errno 28] No space left on device\n"),
+    (False, ["--help"], 2, "quotient-lora: [Errno 28] No space left on device\n"),
+])  # fmt: skip
+def test_nobody_reads_the_output(closed, arguments, code, said, tmp_path, monkeypatch, capsys):
+    one = saved(tmp_path / "one")
+    reader, writer = os.pipe()
+    os.close(reader)
+    if not closed:
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(warnings, "formatwarning", None)
+    monkeypatch.setattr(sys, "argv", ["quotient-lora", *(word.format(one) for word in arguments)])
+    before = signal.getsignal(signal.SIGTERM)
+    with open(writer, "w", encoding="ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        try:
+            assert lora_command.command() == code
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == said
+
+
+def test_a_command_that_is_interrupted_says_so(monkeypatch, capsys):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adapters, "compare", interrupted)
+    assert main(["compare", "one", "two"]) == 130
+    assert capsys.readouterr().err == "quotient-lora: interrupted\n"
 
 
 def test_the_config_says_which_layers_and_keeps_what_is_common(tmp_path):
