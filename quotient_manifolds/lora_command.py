@@ -54,7 +54,7 @@ def command() -> int:
     warnings.formatwarning = lambda message, *_, **__: f"quotient-lora: {message}\n"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # of letters that the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # a result is not lost because a terminal lacks a letter
     try:
         code = main()
     except SystemExit as end:  # after --help, or told to end
@@ -71,7 +71,7 @@ def _failed(error: Exception) -> int:
     """Report an error in one line; nobody reads it if it is that of a closed pipe."""
     if isinstance(error, BrokenPipeError):
         return 128 + 13  # as programs end that SIGPIPE ends
-    print(f"quotient-lora: {error}", file=sys.stderr)
+    print(f"quotient-lora: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 
 

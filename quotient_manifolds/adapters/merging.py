@@ -119,10 +119,8 @@ def merge(
         base = json.dumps(first.config.get("base_model_name_or_path") or "")
         card = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nMade by quotient-lora, method {method}, from\n\n"
         made_of = (f"- {w:g} × {p.place}\n" for p, w in zip(parents, how.weights, strict=True))
-        text = card + "".join(made_of)
-        (folder / "README.md").write_text(
-            text, encoding="utf-8", errors="backslashreplace"
-        )  # of a path that is no text
+        text = (card + "".join(made_of)).encode("utf-8", "backslashreplace")  # a path may be no text
+        (folder / "README.md").write_bytes(text)
 
 
 def resize(adapter: Path, out: Path, *, rank: int | None = None, energy: float = 1.0) -> None:

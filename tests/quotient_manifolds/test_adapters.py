@@ -675,6 +675,10 @@ def test_every_scale_that_a_file_states_is_read_and_kept(kind, tmp_path):
         with folders.safe_open(out, "pt") as file:
             assert file.metadata()["modelspec.title"] == "mine"
             assert "sshs_model_hash" not in file.metadata(), "it was that of other weights"
+            said = json.loads(file.metadata().get("lora_adapter_metadata", "{}"))
+        for model in {option.partition(".")[0] for option in said}:  # as diffusers reads it
+            config = peft.LoraConfig(**folders._of_model(said, model))
+            assert (config.lora_alpha, config.alpha_pattern) == (config.r, config.rank_pattern)
     assert (tmp_path / "even/adapter_config.json").exists() == (kind == "config beside")
 
 
