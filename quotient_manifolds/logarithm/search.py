@@ -25,6 +25,7 @@ from ..linalg import polar
 from ..means import ConvergenceError
 from ..metrics import Metric, Pair
 from ..tangent import GLTangentSpace
+from .columns import one_column
 from .minimise import Minimiser
 from .paths import Path, first_path
 
@@ -257,6 +258,8 @@ class _Search:
 
     def best(self) -> Shortest:
         """Refine the paths of several starts, the shortest first."""
+        if self.x.shape[-1] == 1:
+            return self._found(*one_column(self.metric, self.n, self.x, self.y))
         if self.n == self.m == self.x.shape[-1] and not self.metric.complete:
             return self._straight()
         starts = self._starts()
@@ -287,9 +290,12 @@ class _Search:
         )
         z = torch.linalg.eigvals(torch.linalg.solve(self._product(self.x), D))
         real = z.imag.abs() <= 10 * torch.finfo(z.real.dtype).eps * z.abs()
-        exits = torch.where(real & (z.real <= -1), -1 / z.real, torch.inf).amin(-1)
+        return self._found(u, self.y, velocity, torch.where(real & (z.real <= -1), -1 / z.real, torch.inf).amin(-1))
+
+    def _found(self, u: Tensor, end: Tensor, velocity: Tensor, exits: Tensor) -> Shortest:
+        """Return geodesics in closed form; those that leave the manifold, at finite times, are none."""
         residual = torch.where(exits.isfinite(), torch.inf, 0.0).to(exits)
-        return Shortest(u, self.y, velocity, residual, GLTangentSpace(self.metric, self.gauge).norm(u), exits)
+        return Shortest(u, end, velocity, residual, GLTangentSpace(self.metric, self.gauge).norm(u), exits)
 
     # -- starts ------------------------------------------------------------------------------------------------------
 

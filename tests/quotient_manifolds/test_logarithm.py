@@ -16,6 +16,7 @@ from quotient_manifolds.logarithm.search import SOLVED, Shortest, shortest
 from quotient_manifolds.metrics import INV
 from quotient_manifolds.tangent import GLTangentSpace
 from reproduction.alignment import align
+from tests import oracle
 from tests.extent import EXHAUSTIVE
 from tests.geodesics import METRICS, field, metric, problem
 from tests.points import MANIFOLDS, metrics
@@ -110,19 +111,91 @@ def test_the_triangle_inequality():
     assert bool((a**2 + b**2 < 0.6 * c[:4] ** 2).all())
 
 
-def test_pairs_of_vectors_against_the_closed_form():
-    """h = 1: angles θ, φ and the ratio r of sizes give d² = θ² + φ² + ½ log² r, of both signs the nearer one."""
-    manifold = GLQuotientInv(6, 4)
-    x, y = manifold.random(40, 10, 1), manifold.random(40, 10, 1)
-    cosine, ratio = [], 1.0
-    for X, Y in zip(manifold.unpack_tensor(x), manifold.unpack_tensor(y), strict=True):
-        sizes = [torch.linalg.matrix_norm(Z) for Z in (X, Y)]
-        cosine.append((X * Y).sum((-2, -1)) / (sizes[0] * sizes[1]))
-        ratio = ratio * sizes[1] / sizes[0]
-    plus, minus = (sum((s * c).arccos() ** 2 for c in cosine) for s in (1, -1))
-    expected = (torch.minimum(plus, minus) + ratio.log() ** 2 / 2).sqrt()
-    torch.testing.assert_close(manifold.dist(x, y), expected, rtol=1e-8, atol=1e-9)
-    assert float((plus - minus).min()) < 0 < float((plus - minus).max())
+def _before_the_quotient(name, n, x, y):
+    """Distance of columns (G, H) themselves: a cylinder for inv, and for mix a cone; inf where no geodesic joins them.
+
+    With the product σ and the ratio e^τ of the lengths of G and H, mix has ½(dσ² + σ²(dτ² + 2da² + 2db²)).
+    """
+    logs, angles = [], []
+    for X, Y in zip(oracle.split(x, n), oracle.split(y, n), strict=True):
+        one, two = (Z.norm(dim=(-2, -1)) for Z in (X, Y))
+        cosine = ((X.conj() * Y).sum((-2, -1)).real / (one * two)).clamp(-1, 1)
+        logs.append((two / one).log())
+        one_number = X.shape[-2] == 1 and not X.is_complex()
+        angles.append(torch.where(cosine < 0, torch.inf, 0) if one_number else cosine.arccos())
+    around = angles[0].square() + angles[1].square()
+    if name == "inv":
+        return (logs[0].square() + logs[1].square() + around).sqrt()
+    turn = ((logs[0] - logs[1]).square() + 2 * around).sqrt()
+    one, two = (torch.stack([X.norm(dim=(-2, -1)) for X in oracle.split(z, n)]).prod(0) for z in (x, y))
+    straight = (one.square() / 2 + two.square() / 2 - one * two * turn.cos()).sqrt()
+    return torch.where(turn < np.pi, straight, torch.inf)
+
+
+def _nearest_in_the_orbit(name, n, x, y):
+    """Search a grid over the numbers that act on y, which is made finer six times around its best; (2, b) by sign."""
+    G, H = oracle.split(y, n)
+    found = []
+    for sign in (1, -1) if not x.is_complex() else (1,):
+        at, widths = torch.zeros(len(x), dtype=torch.complex128), [3.0, np.pi * x.is_complex()]
+        for level in range(7):
+            stretch = torch.linspace(-1, 1, 25) * widths[0]
+            turn = torch.linspace(-1, 1, 181 if level == 0 else 25) * widths[1] if x.is_complex() else torch.zeros(1)
+            trial = at + torch.complex(*torch.meshgrid(stretch, turn, indexing="ij")).reshape(-1, 1)
+            number = sign * trial.exp()[..., None, None]
+            number = number if x.is_complex() else number.real
+            d = _before_the_quotient(name, n, x, torch.cat([G / number, H * number.conj()], -2))
+            least, best = d.min(0)
+            at, widths = trial[best, torch.arange(len(x))], [w / 8 for w in widths]
+        found.append(least)
+    return torch.stack(found)
+
+
+@metric
+@field
+def test_one_column_against_a_grid_over_the_group(name, dtype):
+    torch.manual_seed(0)
+    x, u = torch.randn(2, 10, 5, 1, dtype=dtype)
+    y = (x + 0.3 * u).requires_grad_()  # a function that is 0 at x and grows at speed 1 is the distance from x
+    (slope,) = torch.autograd.grad(_before_the_quotient(name, 3, x, y).sum(), y)
+    (a, b), sizes = ([Z.norm(dim=(-2, -1)) for Z in oracle.split(z, 3)] for z in (slope, y.detach()))
+    p, q = sizes if name == "inv" else (1 / sizes[1], 1 / sizes[0])
+    torch.testing.assert_close((a * p).square() + (b * q).square(), torch.ones(10), rtol=1e-9, atol=0)
+    for n, m in ((3, 2), (1, 4), (3, 1)):
+        manifold = METRICS[name](n, m)
+        x, y = torch.randn(2, 10, n + m, 1, dtype=dtype)
+        x[1], y[1] = x[0], -y[0]  # the other sign is nearer than for the first
+        if not dtype.is_complex:  # seen from the tip of mix's cone at an angle of √2 π
+            y[2] = torch.cat([x[2, :n], -3 * x[2, n:]])
+        by_sign = _nearest_in_the_orbit(name, n, x, y)
+        expected = by_sign.amin(0)
+        d = manifold.dist(x, y, on_error="nan")
+        torch.testing.assert_close(d.nan_to_num(torch.inf), expected, rtol=1e-8, atol=0)
+        there = d.isfinite()
+        assert bool(there[2]) == (name == "inv" or dtype.is_complex)
+        assert dtype.is_complex or by_sign[:, 0].argmin() != by_sign[:, 1].argmin()
+        u = manifold.logmap(x[there], y[there])
+        end, target = manifold.to_matrix(manifold.expmap(x[there], u)), manifold.to_matrix(y[there])
+        torch.testing.assert_close(end, target, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(manifold.norm(x[there], u), d[there])
+
+
+def test_one_column_at_its_limits():
+    """Points that are equal or opposite, and where the shortest path of mix leads through the tip of its cone."""
+    x = torch.tensor([[1.0], [1.0], [0.0]])
+    opposite = torch.tensor([[1.0], [-3.0], [0.0]])
+    inv, mix = GLQuotientInv(1, 2), GLQuotientMix(1, 2)
+    assert float(inv.dist(x, x)) == float(mix.dist(x, x)) == 0
+    torch.testing.assert_close(inv.dist(x, opposite), torch.tensor((np.pi**2 + np.log(3) ** 2 / 2) ** 0.5))
+    end = inv.to_matrix(inv.expmap(x, inv.logmap(x, opposite)))
+    torch.testing.assert_close(end, torch.tensor([[-3.0, 0.0]]))
+    with pytest.raises(ConvergenceError, match=r"stays on the manifold for 1 of 1 pairs.* at t = 0\.25,"):
+        mix.dist(x, opposite)  # σ grows from 1 to 3, and its shortest path falls to 0 first
+    angle = 0.999 * np.pi / 2**0.5
+    near = torch.tensor([[1.0], [3 * np.cos(angle)], [3 * np.sin(angle)]])
+    d = mix.dist(x, near)
+    torch.testing.assert_close(d, torch.tensor((5 - 3 * np.cos(0.999 * np.pi)) ** 0.5))
+    assert float(d) < 4 / 2**0.5  # which the path through the tip has
 
 
 @field
