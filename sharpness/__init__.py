@@ -40,3 +40,8 @@ def __getattr__(name: str) -> Any:
         if hasattr(module, name):
             return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what is imported later too."""
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,8 @@
 """The core stands alone, and what is shipped is what is there."""
 
 import configparser
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+import quotient_manifolds
 import sharpness
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +37,20 @@ def test_the_core_without_extras():
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert found.stdout.splitlines()[-1:] == ["the core works by itself"], found.stderr
     assert found.stderr.splitlines()[-1] == "AssertionError: importing the packages imports ['yaml']"
+
+
+def test_names_that_are_imported_later_are_listed():
+    """As completion in a notebook reads them: a package that imports names when they are asked for lists them."""
+    later = []
+    for top in (quotient_manifolds, sharpness):
+        inner = (m.name for m in pkgutil.walk_packages(top.__path__, f"{top.__name__}.") if m.ispkg)
+        for name in (top.__name__, *inner):
+            package = importlib.import_module(name)
+            assert set(getattr(package, "__all__", ())) <= set(dir(package))
+            if "__getattr__" in vars(package):
+                later.append(name)
+                assert "__dir__" in vars(package)  # else only what has been asked for
+    assert later == ["quotient_manifolds", "quotient_manifolds.symmetries", "sharpness"]
 
 
 def test_the_walk_through_one_step_is_the_one_that_runs():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from configparser import ConfigParser
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,18 @@ from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_w
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
 _TABLE = ConfigParser(interpolation=None)
 _TABLE.read_string(Path(__file__).with_suffix(".ini").read_text(encoding="utf-8"))
+
+
+def _known(adapter: Callable[..., Wiring]) -> Callable[..., Wiring]:
+    """Return an empty wiring where layers were replaced, or options are set that an adapter of this file lacks."""
+
+    def adapted(*models: nn.Module) -> Wiring:
+        try:
+            return adapter(*models)
+        except AttributeError:
+            return Wiring(closed=False)
+
+    return adapted
 
 
 def _layout(section: str) -> Layout:
@@ -56,10 +69,11 @@ def _classifier(name: str, layout: Layout, model: Any) -> Wiring:
 
 for _section in _TABLE.sections():
     for _name in _TABLE[_section].get("classifiers", "").split():
-        register_wiring(_HF.format(*_name.split(".")))(partial(_classifier, _name, _layout(_section)))
+        register_wiring(_HF.format(*_name.split(".")))(_known(partial(_classifier, _name, _layout(_section))))
 
 
 @register_wiring(*(_HF.format(name.lower(), name + kind) for name in ("CLIP", "Siglip") for kind in _TOWERS.split()))
+@_known
 def _towers(model: Any) -> Wiring:
     """Wire towers of images and of text; the outputs of one alone are used raw."""
     parts = [name for name in ("vision_model", "text_model") if has(model, name)] or [""]
@@ -92,6 +106,7 @@ def _tower(w: Wiring, model: Any, base: Any, name: str) -> None:
 
 
 @register_wiring("timm.models.vision_transformer.VisionTransformer")
+@_known
 def _timm(model: Any) -> Wiring:
     """Plain vision transformers; for other kinds of block, pooling or norm only heads are treated."""
     expected = _TIMM_PARTS | {"mlp.act": type(model.blocks[0].mlp.act).__name__}
@@ -109,6 +124,7 @@ def _timm(model: Any) -> Wiring:
 
 
 @register_wiring("open_clip.transformer.VisionTransformer")
+@_known
 def _open_clip(model: Any) -> Wiring:
     """Wire the image tower only; its output is read by the projection."""
     if model.attn_pool is not None or model.final_ln_after_pool or type(model.ln_pre).__name__ == "Identity":
@@ -117,6 +133,7 @@ def _open_clip(model: Any) -> Wiring:
 
 
 @register_wiring("open_clip.model.CLIP")
+@_known
 def _open_clip_both(model: Any) -> Wiring:
     """Wire both towers."""
     w = wiring_of(model.visual) or Wiring()
@@ -126,6 +143,7 @@ def _open_clip_both(model: Any) -> Wiring:
 
 
 @register_wiring("torch.nn.modules.transformer.TransformerEncoder")
+@_known
 def _torch(model: Any) -> Wiring:
     """Wire an encoder on its own: its input and, without a last norm, its output are the stream itself."""
     if any(type(layer) is not nn.TransformerEncoderLayer for layer in model.layers):
@@ -180,7 +198,7 @@ def _language(layout: Layout, model: Any, base: Any) -> Wiring:
 
 for _section in _TABLE.sections():
     for _name in _TABLE[_section].get("backbones", "").split():
-        register_backbone(_HF.format(*_name.split(".")))(partial(_language, _layout(_section)))
+        register_backbone(_HF.format(*_name.split(".")))(_known(partial(_language, _layout(_section))))
 
 
 def _with_types(w: Wiring, base: Any) -> str:
@@ -197,6 +215,7 @@ def _with_types(w: Wiring, base: Any) -> str:
 
 
 @register_wiring(_HF.format("t5", "T5ForConditionalGeneration"))
+@_known
 def _t5(model: Any) -> Wiring:
     """Two streams that share their words; the decoder's keys and values read the encoder's last norm."""
     head, cross = affine(model, "lm_head"), [b.layer[1].EncDecAttention for b in model.decoder.block]

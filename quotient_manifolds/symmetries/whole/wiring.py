@@ -306,16 +306,13 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         model = next(model.children())
     adapter = _ADAPTERS.of(model)
-    try:
-        if adapter is not None:
-            return adapter(model)
-        for base in (model, *model.children()):
-            headed = _BACKBONES.of(base)
-            if headed is not None and plain_class(base).__module__ == plain_class(model).__module__:
-                return headed(model, base)
-        return None
-    except AttributeError:  # replaced layers, options that the adapter does not cover
-        return Wiring(closed=False)
+    if adapter is not None:
+        return adapter(model)
+    for base in (model, *model.children()):
+        headed = _BACKBONES.of(base)
+        if headed is not None and plain_class(base).__module__ == plain_class(model).__module__:
+            return headed(model, base)
+    return None
 
 
 def neurons(name: str, kind: str, up: Affine, down: Affine) -> SymmetricPair:

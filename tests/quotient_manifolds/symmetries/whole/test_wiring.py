@@ -94,6 +94,20 @@ def test_subclasses_and_strangers_are_not_known():
     assert wiring_of(Other()) is None
 
 
+def test_a_mistake_in_an_adapter_is_told():
+    """Of a user's own adapter; it once counted as a network that nobody had described."""
+
+    class Mistaken(nn.Sequential):
+        pass
+
+    @register_wiring(Mistaken)
+    def adapter(model):
+        return Wiring(sites=[Site("0", norm(model, "0"), (affine(model, "head"),))])
+
+    with pytest.raises(AttributeError, match="head"):
+        canonical_form(Mistaken(nn.LayerNorm(4), nn.Linear(4, 3)))
+
+
 def test_replaced_and_shared_layers():
     """A class says what its own layers do, not what was put in their place."""
     model = build("vit")
