@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import starmap
+from typing import Any
 
 import torch
 from torch import nn
 
-from .blocks import GL, PLANES, Block, block
+from .blocks import GL, PLANES, Block, block, outline
 from .lora import is_lora, lora_factors, lora_obstacle
 from .pairs import TIED, SymmetricPair
 
@@ -38,6 +39,8 @@ class Heads:
     blocks, order
         A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
         every one with its share of the heads.
+    cyclic : bool
+        Query head i uses key head i modulo kv_number instead.
     examined : bool
         Gradients and moves decide whether projections are linear, so a subclass of ``nn.Linear`` is not refused.
 
@@ -57,6 +60,7 @@ class Heads:
     key_bias_null: bool = True
     blocks: int = 1
     order: str = "qkv"
+    cyclic: bool = False
     examined: bool = False
 
 
@@ -90,6 +94,8 @@ class Projection:
         Distance from one group of ``per`` heads to the next (0: the heads are consecutive).
     conv1d : bool
         The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
+    stacked : bool
+        The weight is (heads, in, head size), or (heads, head size, out), and the bias (heads, head size).
     bias_module : nn.Module, optional
         Owner of the bias, if it is another module; there the heads are consecutive.
     further : tuple of Projection or Rows
@@ -115,6 +121,7 @@ class Projection:
     stride: int = 0
     per: int = 1
     conv1d: bool = False
+    stacked: bool = False
     bias_module: nn.Module | None = None
     further: tuple[Projection | Rows, ...] = ()
 
@@ -124,18 +131,34 @@ class Projection:
         if self.weight == "weight" and isinstance(size, int):
             return size
         weight: torch.Tensor = getattr(self.module, self.weight)
+        if self.stacked:
+            return int(weight.shape[0] * weight.shape[2 if into else 1])
         return int((weight if self.weight == "weight" else weight.flatten(1)).shape[into == self.conv1d])
+
+    def holds(self, size: int, *, into: bool = True) -> bool:
+        """Return whether heads of this size, or parts of heads, may lie in it."""
+        return not self.stacked or int(getattr(self.module, self.weight).shape[2 if into else 1]) % size == 0
 
     def _slice(self, head: int, size: int, start: int, stride: int) -> slice:
         group, number = divmod(head, self.per)
         first = start + group * (stride or size * self.per) + number * size
         return slice(first, first + size)
 
+    def _of_stack(self, head: int, size: int, *, into: bool) -> Block:
+        """Return a head's rows, or a part of them, where each head has its own matrix."""
+        whole = outline(self.module, self.weight)
+        number, part = divmod(head * size, whole.shape[2 if into else 1])
+        dims = slice(part, part + size)
+        return Block.from_view(self.module, self.weight, whole[number][:, dims] if into else whole[number][dims].T)
+
     def input_blocks(self, head: int, size: int) -> tuple[Block, ...]:
         """Return a head's rows for a projection *into* head space: the weight, and whatever adds to its output."""
         dims = self._slice(head, size, self.start, self.stride)
         rows, columns = (slice(None), dims) if self.conv1d else (dims, slice(None))
-        blocks = [block(self.module, self.weight, rows, columns, transpose=not self.conv1d)]
+        if self.stacked:
+            blocks = [self._of_stack(head, size, into=True)]
+        else:
+            blocks = [block(self.module, self.weight, rows, columns, transpose=not self.conv1d)]
         for _, (owner, attribute) in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
             blocks.append(block(owner, attribute, dims, transpose=True))
             if getattr(owner, "bias", None) is not None:
@@ -143,16 +166,21 @@ class Projection:
         blocks += starmap(block, self.bias_rows(head, size))
         return (*blocks, *(b for p in self.further for b in p.input_blocks(head, size)))
 
-    def bias_rows(self, head: int, size: int) -> list[tuple[nn.Module, str, slice]]:
-        """Return where the bias, one more row, lies; empty if there is no bias."""
+    def bias_rows(self, head: int, size: int) -> list[tuple[Any, ...]]:
+        """Return where the bias, one more row, lies, as arguments of :func:`block`; empty if there is no bias."""
         owner = self.bias_module or self.module
         if getattr(owner, self.bias, None) is None:
             return []
+        if self.stacked:
+            number, part = divmod(head * size, getattr(owner, self.bias).shape[1])
+            return [(owner, self.bias, slice(number, number + 1), slice(part, part + size))]
         start = self.start if self.bias_start is None else self.bias_start
         return [(owner, self.bias, self._slice(head, size, start, self.stride if self.bias_module is None else 0))]
 
     def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
         """Return rows of a stack for a projection *out of* head space: the head's slice of the weight."""
+        if self.stacked:
+            return (self._of_stack(head, size, into=False),)
         dims = self._slice(head, size, self.start, self.stride)
         rows, columns = (dims, slice(None)) if self.conv1d else (slice(None), dims)
         weight = block(self.module, self.weight, rows, columns, transpose=self.conv1d)
@@ -185,7 +213,7 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
         diagonal, positive = heads.group in ("diagonal", "positive"), heads.group == "positive"
         parts.append(("", GL(size - turned, diagonal=diagonal, positive=positive), turned, size - turned, None))
     for i in range(heads.number):
-        j = i * heads.kv_number // heads.number
+        j = i % heads.kv_number if heads.cyclic else i * heads.kv_number // heads.number
         if obstacle:
             yield SymmetricPair(name, kind, None, head=i, reason=heads.reason or obstacle)
             continue

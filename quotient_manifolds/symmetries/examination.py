@@ -13,8 +13,9 @@ of measure zero; two are taken, for inputs by chance special. A finite move then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -26,7 +27,7 @@ from ..linalg import standard_normal
 from .attention import Heads
 from .blocks import PLANES, BlockStack
 from .certificate import ROUNDING, broken, output_gradients
-from .modules import Call, Run, Wide, preserve_model_state, record, running_copy
+from .modules import Call, Run, Wide, floats, preserve_model_state, record, running_copy, tree_map
 from .pairs import FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair
 from .registry import Watch, candidates, handler_of, uncovered
 from .roles import Proposal, holds_keys, proposals
@@ -106,6 +107,11 @@ class Examination:
         """What most hypotheses are tested with; for a module that is refused nothing runs."""
         return list(self.sample())
 
+    def _idle(self, module: nn.Module) -> bool:
+        """Return whether no output depends on a module."""
+        weights = [p for p in module.parameters() if p.is_floating_point()]
+        return bool(weights) and not any(p in s and bool(s[p].any()) for s in self.samples for p in weights)
+
     def keeps(self, pairs: Iterable[SymmetricPair]) -> bool:
         """Return whether moves along the pairs of the twin leave its outputs unchanged."""
         return not broken([p for p in merged(pairs) if p.group and not p.thin], self.run)
@@ -113,7 +119,7 @@ class Examination:
     def heads(self) -> Iterator[tuple[Proposal, Heads]]:
         """Yield what is proposed with the heads that gradients choose and a move confirms."""
         size = 0
-        for proposal in proposals(self.twin):
+        for proposal in proposals(self.twin, self._idle):
             heads = self._largest(proposal, size)
             null = self._key_bias_is_null(merged(proposal.pairs(heads)))
             yield proposal, (heads := self._confirmed(proposal, replace(heads, key_bias_null=null)))
@@ -169,9 +175,14 @@ def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
 
 
 @contextmanager
-def examination(module: nn.Module, call: Call) -> Iterator[Examination]:
-    """Yield the examination of a module; it is left unchanged."""
-    with running_copy(module, call, lambda twin, c: twin(*c[0], **c[1])) as (twin, run):
+def examination(module: nn.Module, call: Call, used: Sequence[bool] = ()) -> Iterator[Examination]:
+    """Yield the examination of a module, by those of its outputs that are used; it is left unchanged."""
+
+    def outputs(twin: nn.Module, call: Call) -> list[Tensor]:
+        found = floats(twin(*call[0], **call[1]))
+        return list(itertools.compress(found, used)) if len(found) == len(used) else found
+
+    with running_copy(module, call, outputs) as (twin, run):
         yield Examination(twin, run)
 
 
@@ -187,27 +198,73 @@ def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Sy
     with preserve_model_state(model):
         with Wide() if wide else nullcontext(), Watch(model) as watch:
             calls = record(run, modules)
-        found = {name: _pairs_of(name, m, calls.get(name), examined) for name, m in modules.items()}
+        with Wide() if wide else nullcontext():
+            used = _used_outputs(run, modules) if modules else {}
+        found = {
+            name: _pairs_of(name, m, calls.get(name), examined, used.get(type(m), ())) for name, m in modules.items()
+        }
     known = [*(m for m in model.modules() if handler_of(m) is not None), *modules.values()]
     attending = [*watch.calls, *((m, "") for m in model.modules() if holds_keys(m))]
     unnamed = uncovered(model, attending, {inner for m in known for inner in m.modules()})
     return found | {path: no_pair(path, UNNAMED) for path, *_ in unnamed}
 
 
-def _pairs_of(name: str, module: nn.Module, call: Call | None, examined: dict[str, Examined]) -> list[SymmetricPair]:
+def _used_outputs(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> dict[type, list[bool]]:
+    """Tell, by class, which of several tensors that modules return change what ``run`` returns.
+
+    A cache of keys and values, for example, that nothing reads has no symmetry that counts.
+    """
+    counts: dict[type, set[int]] = {}
+    devices = sorted({p.device.index or 0 for m in modules.values() for p in m.parameters() if p.is_cuda})
+
+    def outputs(cls: type | None = None, changed: int = -1) -> list[Tensor]:
+        """Run the model, with one output of each module of a class changed."""
+
+        def change(module: nn.Module, _: Any, result: Any) -> Any:
+            counts.setdefault(type(module), set()).add(len(floats(result)))
+            if type(module) is not cls:
+                return None
+            numbers = itertools.count()
+            return tree_map(
+                lambda t: t + t.abs() + 1 if t.is_floating_point() and next(numbers) == changed else t, result
+            )
+
+        with ExitStack() as hooks, torch.random.fork_rng(devices), torch.no_grad():
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+            for module in modules.values():
+                hooks.callback(module.register_forward_hook(change).remove)
+            return floats(run())
+
+    def matters(cls: type, number: int) -> bool:
+        try:
+            after = outputs(cls, number)
+        except Exception:  # of code that demands its own type of mapping
+            return True
+        return len(before) != len(after) or not all(map(torch.equal, before, after))
+
+    before = outputs()
+    several = {cls: max(count) for cls, count in counts.items() if len(count) == 1 and max(count) > 1}
+    found = {cls: [matters(cls, i) for i in range(count)] for cls, count in several.items()}
+    return {cls: used for cls, used in found.items() if any(used)}  # else all are, once a gate has left zero
+
+
+def _pairs_of(
+    name: str, module: nn.Module, call: Call | None, examined: dict[str, Examined], used: Sequence[bool] = ()
+) -> list[SymmetricPair]:
     """List the pairs of a module of an unknown class; without a group, but with a reason, where none is found.
 
-    ``examined`` holds a module of each kind with its pairs; they are used again where a move confirms them.
+    ``examined`` holds a module of each kind with its pairs; they are used again where a move confirms them. ``used``
+    says which of its outputs count.
     """
     if call is None:
         return no_pair(name, UNREACHED)
     kind = _kind(module)
     first, pairs = examined.get(kind, (module, []))
     try:
-        with examination(module, call) as alone:
+        with examination(module, call, used) as alone:
             pairs = in_copy(pairs, first, alone.twin)
             if not pairs or not alone.keeps(pairs):
-                pairs = alone.pairs()
+                pairs = alone.pairs() or no_pair(name, UNNAMED)
     except Exception as error:  # whatever third-party code raises
         return no_pair(name, f"{FAILED} alone: {type(error).__name__}: {error}".splitlines()[0])
     pairs = [replace(p, module=name) for p in in_copy(pairs, alone.twin, module)]

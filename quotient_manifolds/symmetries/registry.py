@@ -294,7 +294,7 @@ def _rotary_size(module: Any, size: int, partial: bool) -> int:
 def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[SymmetricPair]:
     """List the pairs of a module of a class of the table, with its number of heads."""
     name, group, partly, by_head = row.values()
-    roles = roles_of(module)
+    roles = roles_of(module, idle=lambda _: False)
     cls = name.rpartition(".")[2]
     if roles is None:
         return no_pair(path, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")

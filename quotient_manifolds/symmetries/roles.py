@@ -29,6 +29,8 @@ _LETTERS = {
     "o": "o", "out": "o", "output": "o", "wo": "o",
 }  # fmt: skip
 _PACKED = ("c_attn", "in_proj", "in_proj_weight", "w_pack")
+#: One matrix for each head, and what its bias is called with b instead of w.
+_STACKED = re.compile(r"(_?)w(_?[qkvo])", re.IGNORECASE)
 _FURTHER = frozenset({"pos", "global", "relative"})
 #: Parameters of relative positions that are added to queries, one row a head; keys that all heads share; and keys of
 #: every head, of shape (rows, heads, head size).
@@ -100,28 +102,42 @@ def _weights(module: nn.Module, path: str = "") -> Iterator[tuple[str, Projectio
     for name, p in module.named_parameters(recurse=False):
         if p.dim() == 2 and name.endswith("weight") and name != "weight":
             yield f"{path}.{name}", Projection(module, name, f"{name.removesuffix('weight')}bias")
+        elif p.dim() == 3 and (found := _STACKED.fullmatch(name)):
+            yield f"{path}.{name}", Projection(module, name, f"{found[1]}b{found[2]}", stacked=True)
     for name, child in module.named_children():
         yield from _weights(child, f"{path}.{name}")
 
 
-def roles_of(module: nn.Module) -> Roles | None:
-    """Read the roles of the weights in a module from their names; None if they do not form one attention layer."""
+def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> Roles | None:
+    """Read the roles of the weights in a module from their names; None if they do not form one attention layer.
+
+    A layer whose name says nothing ("proj") is the output where no other layer is; of several, the one that is not
+    ``idle``. If that is not known, they are told apart later.
+    """
     if any(hasattr(module, mark) for mark in ("conv1d", "A_log")):  # a state-space layer
         return None
     main: dict[str, Projection] = {}
     further: dict[str, tuple[Projection | Rows, ...]] = {}
+    unnamed: list[Projection] = []
     for name, found in _weights(module):
         words = _words(name)
         letters = "qkv" if name.lower().endswith(_PACKED) else _letters(words - _FURTHER)
         letters = "k" if name.endswith("linear_pos") else letters
         if letters is None or (letters == "o" and words & _FURTHER):
             continue
-        if words & _FURTHER:
+        if not words and letters == "o":
+            unnamed.append(found)
+        elif words & _FURTHER:
             further[letters] = (*further.get(letters, ()), found)
         elif letters in main:
             return None
         else:
             main[letters] = found
+    if unnamed and "o" not in main:
+        used = [found for found in unnamed if idle is None or len(unnamed) == 1 or not idle(found.module)]
+        if len(used) != 1 and idle is not None:
+            return None
+        main["o"] = used[0]
     if "q" in main and "qkv" in main:
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
@@ -177,12 +193,15 @@ def possible_heads(roles: Roles, kind: str, number: int | None = None) -> Iterat
         if not h or queries % h or shared <= 0 or shared % (others * h):
             continue
         found, kv_number = queries // h, shared // (others * h)
+        if not all(roles.projections[c].holds(h, into=c != "o") for c in kind):
+            continue
         if found % kv_number or found != (number or found):
             continue
         several = [kv_number, *([4] if kv_number % 4 == 0 else [])] if len(keys) > 1 else []
         for blocks in sorted({1, *several}):
             for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
-                yield Heads(found, kv_number, h, blocks=blocks, order=order, examined=number is None)
+                for cyclic in (False, True) if 1 < kv_number < found and blocks == 1 else (False,):
+                    yield Heads(found, kv_number, h, blocks=blocks, order=order, cyclic=cyclic, examined=number is None)
 
 
 class Proposal(NamedTuple):
@@ -193,9 +212,9 @@ class Proposal(NamedTuple):
     pairs: Callable[[Heads], Iterable[SymmetricPair]]
 
 
-def proposals(module: nn.Module) -> list[Proposal]:
+def proposals(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> list[Proposal]:
     """List what the pairs of a layer may be; empty for a layer that is no attention, by the names in it."""
-    roles = roles_of(module)
+    roles = roles_of(module, idle)
     if roles is not None:
         of_kind = {k: lambda heads, kind=k: roles.pairs("", **{kind: heads}) for k in ("vo", "qk")}
         return [Proposal(kind, list(possible_heads(roles, kind)), pairs) for kind, pairs in of_kind.items()]

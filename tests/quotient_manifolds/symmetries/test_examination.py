@@ -441,6 +441,102 @@ def test_what_is_not_finite_is_no_symmetry():
     ]
 
 
+class Caching(Plain):
+    """It also returns its keys and values."""
+
+    def forward(self, x):
+        return super().forward(x), (self.k_proj(x), self.v_proj(x))
+
+
+@pytest.mark.parametrize(("reads", "expected"), [(False, "GL(4)"), (True, examination._NONE)])
+def test_what_nothing_reads_of_an_output_does_not_count(reads, expected):
+    """Keys and values are returned for a cache; the model reads the keys, or neither."""
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Caching()
+
+        def forward(self, x):
+            y, (keys, _) = self.attention(x)
+            return y + keys.tanh() if reads else y
+
+    model, x = Reader(), torch.randn(2, 5, 4)
+    assert groups(model, x) == [expected, "GL(4)"]
+    assert verify(model, x).ok
+
+
+class Headed(Plain):
+    """A second layer whose name says nothing, beside the output projection of one name or the other."""
+
+    def __init__(self, output, *, used=False):
+        super().__init__()
+        self.add_module(output, self._modules.pop("o_proj"))
+        self.output, self.used, self.head = output, used, nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = (self.q_proj(x) @ self.k_proj(x).mT).softmax(-1) @ self.v_proj(x)
+        y = getattr(self, self.output)(y)
+        return self.head(y.tanh()) if self.used else y
+
+
+def test_a_layer_that_is_not_used_is_ignored():
+    found = [groups(nn.Sequential(Headed(name))) for name in ("o_proj", "proj")]
+    assert found == [["GL(4)", "GL(4)"]] * 2
+    assert groups(nn.Sequential(Headed("o_proj", used=True))) == ["GL(4)", "GL(4)"]
+    assert groups(nn.Sequential(Headed("proj", used=True))) == [UNNAMED]
+
+
+class Stacked(nn.Module):
+    """Three heads of size 2, each with its own matrix, as in TransformerLens; keys and values may be shared by all."""
+
+    def __init__(self, kv_number):
+        super().__init__()
+        self.W_Q, self.b_Q = nn.Parameter(torch.randn(3, 4, 2)), nn.Parameter(torch.randn(3, 2))
+        self._W_K, self._b_K = nn.Parameter(torch.randn(kv_number, 4, 2)), nn.Parameter(torch.randn(kv_number, 2))
+        self._W_V, self._b_V = nn.Parameter(torch.randn(kv_number, 4, 2)), nn.Parameter(torch.randn(kv_number, 2))
+        self.W_O, self.b_O = nn.Parameter(torch.randn(3, 2, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        weights = (self.W_Q, self.b_Q), (self._W_K, self._b_K), (self._W_V, self._b_V)
+        q, k, v = (torch.einsum("bsd,hde->bhse", x, W.expand(3, 4, 2)) + b.expand(3, 2)[:, None] for W, b in weights)
+        z = (q @ k.mT).softmax(-1) @ v
+        return torch.einsum("bhse,hed->bsd", z, self.W_O) + self.b_O
+
+
+@pytest.mark.parametrize("kv_number", [3, 1])
+def test_one_matrix_for_each_head(kv_number):
+    model, x = nn.Sequential(Stacked(kv_number)), torch.randn(2, 5, 4)
+    pairs = find_symmetric_pairs(model, batch=x)
+    rows = {"qk": (15 // kv_number, 5), "vo": (5, 12 // kv_number)}
+    assert [(str(p.group), p.n, p.m) for p in pairs] == [("GL(2)", *rows[kind]) for kind in ("qk", "vo")] * kv_number
+    assert verify(model, x).ok
+
+
+class Grouped(nn.Module):
+    """Four query heads of size 2 and two of keys; the first two query heads share the first one, or the odd ones do."""
+
+    def __init__(self, *, cyclic):
+        super().__init__()
+        self.cyclic, self.q_proj, self.o_proj = cyclic, nn.Linear(4, 8), nn.Linear(8, 4)
+        self.k_proj, self.v_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        q, k, v = (m(x).unflatten(-1, (-1, 2)).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
+        k, v = (t.repeat(1, 2, 1, 1) if self.cyclic else t.repeat_interleave(2, 1) for t in (k, v))
+        return self.o_proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_which_heads_share_keys_is_examined(cyclic):
+    model, x = nn.Sequential(Grouped(cyclic=cyclic)), torch.randn(2, 5, 4)
+    pairs = find_symmetric_pairs(model, batch=x)
+    assert [(str(p.group), p.n, p.m) for p in pairs] == [("GL(2)", 10, 5), ("GL(2)", 5, 8)] * 2
+    first = [b.offset // (2 * 4) for b in pairs[0].G if b.attribute == "weight"]  # of the query heads, by their rows
+    assert first == ([0, 2] if cyclic else [0, 1])
+    assert verify(model, x).ok
+
+
 class Narrow(Plain):
     """It computes in single precision inside, so that torch refuses it in float64."""
 
