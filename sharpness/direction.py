@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import in_double
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import Block
-from quotient_manifolds.symmetries.modules import is_point, is_sharded, pointing_to
+from quotient_manifolds.symmetries.modules import is_point, is_sharded, plain_names, pointing_to
 from quotient_manifolds.symmetries.pairs import in_copy
+from quotient_manifolds.symmetries.registry import candidates, handler_of
+from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import block_class, divide, named_weights
@@ -251,9 +253,10 @@ class LayerShares(list[LayerShare]):
 class NetworkParts:
     """The layer and part to which every entry of every parameter belongs.
 
-    Queries and keys, values and outputs are known from the model's pairs, trainable or not; the others from the kind of
-    their module: weights of embeddings and convolutions, and parameters named as tokens, count as embeddings, all
-    vectors as norms and biases, a last linear layer as the head, and all other matrices as MLP.
+    Queries and keys, values and outputs are known from the model's pairs, trainable or not, and from the roles of the
+    weights of attention layers without a symmetry; the others from the kind of their module: weights of embeddings and
+    convolutions, and parameters named as tokens, count as embeddings, all vectors as norms and biases, a last linear
+    layer as the head, and all other matrices as MLP.
 
     Parameters
     ----------
@@ -270,17 +273,38 @@ class NetworkParts:
         for pair in pairs:
             for part in pair.G + pair.H + pair.null:
                 self._inside.setdefault(part.tensor, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), part))
+        plain = plain_names(model)
+        known = {name: m for name, m in model.named_modules() if handler_of(m) is not None}
+        layers = {plain(name): m for name, m in (known | candidates(model)).items()}
         attention = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"}
+        attention |= set(map(_block, layers))
+        roles = {p: part for m in layers.values() for p, part in self._of_roles(m)}
         tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
         self._layers, self._rest = dict[Tensor, str](), dict[Tensor, str]()
         for name, p in names.items():
-            self._layers[p], self._rest[p] = _layer(name, attention), "MLP"
-            if self._layers[p] not in attention and _HEAD.search(name):
+            self._layers[p], self._rest[p] = _layer(name, attention), roles.get(p, "MLP")
+            embeds = p in tables or bool(_EMBEDDING.search(name))
+            if p in roles:
+                continue
+            if self._layers[p] not in attention and _HEAD.search(name) and not embeds:
                 self._rest[p] = "head"
-            elif p in tables or (p.dim() > 1 and _EMBEDDING.search(name)):
+            elif p in tables or (p.dim() > 1 and embeds):
                 self._rest[p] = "embeddings"
             elif p.squeeze().dim() < 2:
                 self._rest[p] = "norms and biases"
+
+    def _of_roles(self, layer: nn.Module) -> Iterator[tuple[Tensor, str]]:
+        """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
+        roles = roles_of(layer)
+        for letter, where in roles.projections.items() if roles is not None else ():
+            owners = [(where.module, where.weight)]
+            owners += [(where.bias_module or where.module, where.bias)] * (letter != "o")
+            for owner, attribute in owners:
+                if isinstance(p := getattr(owner, attribute, None), Tensor):
+                    rest = set(roles.homes[letter])
+                    for part, _ in self._inside.get(p, ()):
+                        rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
+                    yield p, "Q–K" if rest & {"q", "k"} else "V–O"
 
     def squares(self, vector: Iterable[tuple[WeightBlock, Tensor]]) -> dict[Place, float]:
         """Add up the squared coordinates at every place, in the order of the parameters.

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
 from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
+from quotient_manifolds.symmetries.examination import examine_model
 from quotient_manifolds.symmetries.modules import plain_class, plain_names, to_device
 from quotient_manifolds.symmetries.pairs import CHANGES
 from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
+from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.symmetries.stacks import PairList
 
 from .building import named_weights, trainable
@@ -225,6 +227,8 @@ def attached_space(
         else:
             space = _at_canonical_form(partial(make, pairs=pairs), measure, objective, first, loss, remarks)
         space.remarks = remarks
+        if pairs is None and not measure.divides and not is_sharded_model(model):
+            space.examine = partial(_heads_of, model, objective, to_float32(first) if space.in_float32 else first)
         with space.attached():
             yield space, enumerate(itertools.chain([first], stream))
 
@@ -280,6 +284,15 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
     if refused:
         remarks.append(f"left out, for {CHANGES}: {', '.join(refused)}")
     return pairs
+
+
+def _heads_of(model: nn.Module, objective: Objective, batch: Any) -> list[SymmetricPair]:
+    """List the pairs of layers of unknown classes, one by one; with names that tell all, none is examined."""
+    roles = map(roles_of, candidates(model).values())
+    if all(r is not None and all(len(home) == 1 for home in r.homes.values()) for r in roles):
+        return []
+    found = examine_model(model, partial(objective.value, model, batch))
+    return [p for pairs in found.values() for p in pairs]
 
 
 def _at_canonical_form(

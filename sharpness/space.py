@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,6 +161,8 @@ class WeightSpace:
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
         self.remarks: list[str] = []
+        #: What examines attention of unknown classes, for the parts of directions of a measure that divides nothing.
+        self.examine: Callable[[], Iterable[SymmetricPair]] = tuple
 
     def _build(self, pairs: Sequence[SymmetricPair] | None) -> list[WeightBlock]:
         """Return the blocks at the base point, the model's own or its canonical form."""
@@ -205,7 +207,9 @@ class WeightSpace:
 
     @functools.cached_property
     def _parts(self) -> NetworkParts:  # finding pairs takes seconds, and there are many directions
-        return NetworkParts(self.model, self.parameters, find_symmetric_pairs(self.model, include_frozen=True))
+        pairs = find_symmetric_pairs(self.model, include_frozen=True)
+        examined = self.examine() if self.given is None else self.given
+        return NetworkParts(self.model, self.parameters, [*pairs, *examined])
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""

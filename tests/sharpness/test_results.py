@@ -216,6 +216,54 @@ def test_every_entry_belongs_to_one_part():
     }
 
 
+class Fused(torch.nn.Module):
+    """Two heads of size 2, of a class that nobody wrote down, whose rows go [head][q, k, v]; named as timm's."""
+
+    def __init__(self, normed):
+        super().__init__()
+        self.qkv, self.proj = torch.nn.Linear(4, 12), torch.nn.Linear(4, 4)
+        self.normed = normed
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (2, 3, 2)).permute(3, 0, 2, 1, 4)
+        q, k = (torch.nn.functional.normalize(t, dim=-1) if self.normed else t for t in (q, k))
+        return self.proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+class Patches(torch.nn.Module):
+    def __init__(self, normed):
+        super().__init__()
+        self.patch_embed = torch.nn.Module()
+        self.patch_embed.proj = torch.nn.Conv2d(1, 4, 2, 2)
+        self.blocks = torch.nn.Sequential(torch.nn.ModuleDict({"attn": Fused(normed)}))
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.patch_embed.proj(x).flatten(2).mT
+        return self.head((x + self.blocks[0]["attn"](x)).mean(1))
+
+
+@pytest.mark.parametrize("measure", ["adaptive", "geodesic-inv"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_parts_of_attention_that_no_handler_knows(measure, normed):
+    """They are those of its weights' roles, whatever their names, under every measure; without a symmetry too."""
+    model, x = networks.shake(Patches(normed)), torch.randn(6, 1, 4, 4)
+    result = sharpness.evaluate(model, [(x, torch.arange(6) % 3)], measure=measure, rho=0.05, steps=3, progress=False)
+    found = {(s.layer, s.part) for s in result.by_layer()}
+    assert found == {
+        ("patch_embed.proj", "embeddings"), ("patch_embed.proj", "norms and biases"), ("head", "head"),
+        ("blocks.0", "Q–K"), ("blocks.0", "V–O"), ("blocks.0", "norms and biases"),
+    }  # fmt: skip
+    if measure == "adaptive":
+        xi, names = result.direction(0), dict(model.named_parameters())
+        square = {n: (v / names[n].detach()).nan_to_num(0).square() / xi.norm**2 for n, v in xi.tensors.items()}
+        rows = square["blocks.0.attn.qkv.weight"].sum(1) + square["blocks.0.attn.qkv.bias"]
+        by_part = result.by_layer().by_part()
+        assert by_part["Q–K"] == pytest.approx(float(rows.view(2, 3, 2)[:, :2].sum()))
+        values = rows.view(2, 3, 2)[:, 2].sum() + square["blocks.0.attn.proj.weight"].sum()
+        assert by_part["V–O"] == pytest.approx(float(values))
+
+
 @pytest.mark.parametrize("measure", ["complete-inv", "geodesic-mix", "adaptive", "euclidean"])
 def test_shares_add_up(measure):
     model = build("bert")
