@@ -22,7 +22,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from . import means
 from ._geoopt import ScalingInfo
 from .base import QuotientManifold, check_vector, in_own_precision
-from .gauge import gauge_in_units
+from .gauge import RANK_TOLERANCE, Gauge, gauge_in_units
 from .linalg import (
     as_count,
     check_tensors,
@@ -62,14 +62,32 @@ class GLQuotient(QuotientManifold):
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
         try:
-            gauge, unit = gauge_in_units(*x.detach().split([self.n, self.m], dim=-2))
-            space = GLTangentSpace(self.metric, gauge, x, unit=unit, moved=differentiable)
+            gauge, unit, tolerance = self._gauge(x.detach())
+            space = GLTangentSpace(self.metric, gauge, x, unit=unit, tolerance=tolerance, moved=differentiable)
         except (ValueError, LinAlgError) as error:
             self._check_point(x.detach())
             raise ValueError(f"{self}: {error}") from error
         if not holds(space.present[..., -1]):  # then it is worth factorising each factor
             self._check_point(x.detach())
+            raise ValueError(
+                f"{self}: both factors of a point have full column rank, but the smallest singular value of G Hᴴ is "
+                "rounding beside the largest, so that nothing could move along it; use fewer columns"
+            )
         return space
+
+    def _gauge(self, x: Tensor) -> tuple[Gauge, Tensor | None, float | None]:
+        """Return the canonical gauge of x in units, the unit, and which singular values of G Hᴴ count as zero.
+
+        In single precision the product would round σ_h away before the factors have lost it: then they are widened.
+        """
+        factors = x.split([self.n, self.m], dim=-2)
+        gauge, unit = gauge_in_units(*factors)
+        sigma, eps = gauge.sigma, torch.finfo(gauge.sigma.dtype).eps
+        if sigma.dtype == torch.float64 or holds(sigma[..., -1] > eps**0.5 * sigma[..., 0]):
+            return gauge, unit, None
+        gauge, unit = gauge_in_units(*map(in_double, factors))
+        tolerance = RANK_TOLERANCE * torch.finfo(gauge.sigma.dtype).eps
+        return gauge.to(x.dtype, x.device), None if unit is None else unit.to(sigma), tolerance
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`, (…, n + m, h); A is (…, h, h), invertible."""
@@ -104,7 +122,7 @@ class GLQuotient(QuotientManifold):
         ValueError, because the representative is not unique. A function of the product has one everywhere.
         """
         self.tangent_space_at(x.detach())  # the checks
-        gauge, unit = gauge_in_units(*self.unpack_tensor(x))
+        gauge, unit, _ = self._gauge(x)
         return gauge.x if unit is None else gauge.x * unit
 
     # -- between two points ---------------------------------------------------------------------------------------

@@ -350,3 +350,37 @@ def test_coordinates_to_points_and_back_at_once(metric, dtype, shape):
         torch.testing.assert_close(space.pullback_coordinates(c, egrad), expected)
         out = torch.empty_like(c)
         assert space.pullback_coordinates(c, egrad, out=out) is out
+
+
+@metrics
+@pytest.mark.parametrize("spread", [1e5, 1e7])
+def test_weak_directions_in_single_precision(metric, spread):
+    """σ_h is below the rounding of σ_1 in the product, but not in the factors: it moves as in double precision."""
+    manifold, (a, b, turn) = (
+        MANIFOLDS[metric](3, 3),
+        (torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0] for _ in range(3)),
+    )
+    scales = torch.tensor([1.0, spread**-0.5, 1 / spread], dtype=torch.float64).sqrt()
+    x = (torch.cat([a * scales, b * scales]) @ turn).float()
+    exact = manifold.proju(x.double(), torch.randn(6, 3, dtype=torch.float64) * scales @ turn)
+    exact = exact * (0.5 if metric == "inv" else 0.1 / spread) / manifold.norm(x.double(), exact)
+    u = exact.float()
+    # Rounding of the factors, 6e-8, is divided by the square root of the spread.
+    tolerance = {"rtol": 1e-6 * spread**0.5, "atol": 0.0}
+    torch.testing.assert_close(manifold.norm(x, u).double(), manifold.norm(x.double(), exact), **tolerance)
+    weakest = []
+    for point, vector in ((x, u), (x.double(), exact)):
+        G, H = manifold.unpack_tensor(manifold.expmap(point, vector).double())
+        weakest.append(torch.linalg.svdvals(G @ H.mT)[-1])
+    torch.testing.assert_close(weakest[0], weakest[1], **tolerance)
+    G, H = manifold.unpack_tensor(manifold.canonical(x).double())
+    torch.testing.assert_close(
+        torch.linalg.svdvals(G @ H.mT)[-1] * spread, torch.ones((), dtype=torch.float64), **tolerance
+    )
+
+
+@metrics
+def test_a_direction_that_is_rounding_of_the_product_is_refused(metric):
+    x = torch.cat([torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64))] * 2)
+    with pytest.raises(ValueError, match="nothing could move along it; use fewer columns"):
+        MANIFOLDS[metric](2, 2).norm(x, x)
