@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,12 +52,8 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
     labels = batch.get("labels") if by_name else batch[1]
     if isinstance(labels, Tensor) and 0 in labels.shape:
         raise ValueError("a batch has no labels; leave it out")
-    try:
+    with _explaining(model):
         output = default_forward(model, batch)
-    except IndexError as error:
-        if reason := _lacking_rows(error, model):
-            raise ValueError(reason) from error
-        raise
     look_up = output.get if isinstance(output, Mapping) else partial(getattr, output)
     scores, loss = output if isinstance(output, Tensor) else look_up("logits", None), look_up("loss", None)
     if by_name and loss is None:
@@ -71,16 +67,18 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
         raise ValueError(f"{name} returned {type(output).__name__} without logits; pass loss_fn")
     if not by_name and scores.dim() > 1 and scores.shape[1] == 1:
         raise ValueError(
-            f"{name} returned one score per example, for which cross-entropy is always 0; pass loss_fn for a regression"
+            f"{name} returned one score per example, for which cross-entropy is always 0; for a regression pass "
+            "loss_fn, or make batches dicts, for a model that returns its own loss"
         )
     classification = isinstance(scores, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point()
     classification = classification and (scores.dim(), labels.dim()) == (2, 1) and scores.shape[1] >= 2
     if classification and scores.dtype != (wide := at_least_float32(scores.dtype)):
         scores, rough = scores.to(wide), None if loss is None else float(loss.detach())
-        exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
+        with _explaining(model):
+            exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if not by_name:
-        with naming(f"the labels do not fit the scores of {name}"):
+        with naming(f"the labels do not fit the scores of {name}"), _explaining(model):
             loss = F.cross_entropy(scores, labels)
     if not classification:
         return Outcome(loss)
@@ -89,9 +87,27 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
     return Outcome(loss, wrong, int(counted.sum()), scores.shape[1])
 
 
-def _lacking_rows(error: IndexError, model: nn.Module) -> str | None:
-    """Say which rows an embedding lacks, if it was asked for rows that it lacks; None for other errors."""
+@contextmanager
+def _explaining(model: nn.Module) -> Iterator[None]:
+    """Let an IndexError say which rows an embedding lacks, or which labels are beyond the classes; others pass."""
+    try:
+        yield
+    except IndexError as error:
+        if reason := _out_of_range(error, model):
+            raise ValueError(reason) from error
+        raise
+
+
+def _out_of_range(error: IndexError, model: nn.Module) -> str | None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is F.cross_entropy.__code__:
+            scores, labels = frame.f_locals["input"], frame.f_locals["target"]
+            found = labels[labels != IGNORED]
+            return (
+                f"the labels go from {int(found.min())} to {int(found.max())}, but the classes of "
+                f"{plain_class(model).__name__} from 0 to {scores.shape[1] - 1}; number them so ({IGNORED} marks "
+                "labels that do not count)"
+            )
         if frame.f_code is F.embedding.__code__:
             ids, table = frame.f_locals["input"], frame.f_locals["weight"]
             path = next((name for name, p in model.named_parameters() if p is table), "an embedding")

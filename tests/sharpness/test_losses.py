@@ -232,6 +232,18 @@ def test_labels_that_do_not_fit_are_named(labels):
         default_loss(nn.Linear(4, 2), (torch.randn(2, 3), labels))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_labels_beyond_the_classes_are_named(dtype):
+    """Torch says "Target 3 is out of bounds.", and a model of transformers passed that on."""
+    model, x = classifier().to(dtype), IDS[:, :3].to(dtype)
+    for labels, said in (([3, -100, 1, 0], "from 0 to 3"), ([0, -1, 1, 0], "from -1 to 1")):
+        y, words = torch.tensor(labels), f"the labels go {said}, but the classes of .* from 0 to 2; number them so"
+        with pytest.raises(ValueError, match=words):
+            default_loss(model, {"input_ids": IDS, "labels": y})
+        with pytest.raises(ValueError, match=words):
+            default_loss(nn.Identity(), (x, y))
+
+
 def classifier(**options):
     config = BertConfig(
         vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
