@@ -115,9 +115,11 @@ def train_collection(
         raise ValueError(f"{config} was written for other test data; delete it, or use another folder")
     if not todo and config.is_file():
         return config
-    training, names = _training(loaded, data)
+    training, names = _training(replace(loaded, num_classes=None), data)  # a head is made for the data's classes
     if test is not None:  # that it has another column must not be told after the training
-        load_examples(test, replace(loaded, labels=names or loaded.labels))
+        load_examples(test, replace(loaded, labels=names, num_classes=None))
+    if not holds_texts(data.source):  # whose folders hold the names of classes
+        data, test = (choice and replace(choice, label_map=choice.label_map or names) for choice in (data, test))
     folder.mkdir(parents=True, exist_ok=True)
     if not config.is_file():
         write_json(config, _config(loaded, model, checkpoint, data, test, min(points, len(training.labels))))
@@ -224,7 +226,7 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
 
 
 def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | TrainingTexts, dict[str, int]]:
-    """Read training examples and, for texts, the names of the classes."""
+    """Read training examples and the names of the classes."""
     if holds_texts(data.source):
         examples = load_examples(data, loaded)
         texts = TrainingTexts(
@@ -232,7 +234,7 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
         )
         # Several spellings may denote one class, but a class has one name in the configuration.
         by_number = {v: k for k, v in reversed(list(examples.classes.items()))}
-        found = sorted({*texts.labels.tolist(), *(data.label_map.values())})
+        found = sorted({*texts.labels.tolist(), *(examples.classes.values() if data.label_map else ())})
         if found != list(range(len(found))):
             raise ValueError(
                 f"the labels of {data.source} are the numbers {found}; map them to 0, 1, … with --label-map"
@@ -244,13 +246,13 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
     if not examples.classes or how is None:
         raise ValueError(f"{data.source} holds neither a table of text nor images with classes, which collections need")
     chosen = examples.choose(data.num_examples, data.subset_seed)
-    images = TrainingImages(examples, chosen, how[1], len(examples.classes))
+    images = TrainingImages(examples, chosen, how[1], max(examples.classes.values()) + 1)
     with torch.no_grad():
         width = scores_of(loaded.model, images.images[:1]).shape[1]
     if width < images.classes:
         raise ValueError(f"{data.source} has {images.classes} classes, but the model only {width}")
     images.classes = width
-    return images, {}
+    return images, dict(examples.classes)
 
 
 def _normalisation(transform: Callable[[Any], Tensor]) -> tuple[Callable[[Any], Tensor], ImageTransform]:

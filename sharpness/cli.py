@@ -185,9 +185,9 @@ def _reading(kind: Any, default: Any) -> dict[str, Any]:
     return {"type": _label_map if origin is Mapping else place if kind is Path else kind}
 
 
-def _label_map(text: str) -> dict[str, int]:
+def _label_map(text: str) -> dict[str, int | str]:
     entries = [entry.rpartition("=") for entry in text.split(",")]
-    names = {name: int(number) for name, _, number in entries if name and number.isdecimal()}
+    names = {name: int(of) if of.isdecimal() else of for name, _, of in entries if name and of}
     if len(names) < len(entries):
         raise argparse.ArgumentTypeError(f"labels are mapped by NAME=NUMBER,…, each once, but not {text!r}")
     return names

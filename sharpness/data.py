@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -169,33 +171,79 @@ def class_number(name: str, known: Mapping[str, int]) -> int | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def class_numbers(
-    choice: DataChoice, labels: Sequence[str], names: Sequence[str] | None, loaded: LoadedModel, *, images: bool
-) -> tuple[list[int], Mapping[str, int]]:
-    """Return the numbers of labels, and those of all classes by name.
+def label_numbers(
+    choice: DataChoice, labels: Sequence[str], names: Sequence[str] | None, loaded: LoadedModel
+) -> tuple[list[int] | list[float], Mapping[str, int]]:
+    """Return the numbers of labels, and those of all classes by name; for a regression, the numbers that labels are.
 
-    They are those of ``label_map`` or else of the model. If these name none of the data's own ``names``, the latter are
-    numbered in their order; for texts only where the model has no names for its classes.
+    The number of a label is the first of these that there is:
+
+    1. what ``label_map``, which must know all labels, says: a number, or the name of a class of the model;
+    2. the number of the model's class of this name;
+    3. its place among ``names``, if the data name all their classes: ImageNet's order for WordNet ids; else the given
+       order, if the model does not name its classes and has as many;
+    4. itself, where the data do not name their classes: ``3`` or ``3.0``; ``true`` is 1 and ``false`` 0.
     """
-    known = choice.label_map or loaded.labels
-    unnamed = images or all(n.isdigit() or n.upper().startswith("LABEL_") for n in known)
-    if names and unnamed and not choice.label_map and all(class_number(name, known) is None for name in names):
-        known = {name: i for i, name in enumerate(names)}
+    count, known = loaded.num_classes, loaded.labels
+    if choice.label_map:
+        known = {name: _mapped(name, to, loaded.labels) for name, to in choice.label_map.items()}
+    elif names and all(class_number(name, known) is None for name in names):
+        as_many, wordnet = count in (None, len(names)), all(re.fullmatch(r"n\d{8}", name) for name in names)
+        if wordnet and not as_many:
+            known = _imagenet(choice.source, count)
+        elif wordnet or all(name.isdigit() or name.upper().startswith("LABEL_") for name in known):
+            if not as_many:
+                raise ValueError(
+                    f"{choice.source} has {len(names)} classes, such as {names[0]!r}, but the model {count}, which it "
+                    "does not name; say which they are with --label-map NAME=NUMBER,…"
+                )
+            known = {name: i for i, name in enumerate(names)}
 
     @functools.cache
-    def number_of(label: str) -> int:
+    def number_of(label: str) -> int | float:
+        whole = re.fullmatch(r"0*(\d{1,9})(\.0*)?", label, re.ASCII)
+        plain = whole[1] if whole else {"false": "0", "true": "1"}.get(label.lower(), label)
+        if count == 1 and not choice.label_map:
+            with naming(f"{choice.source} has the label {label!r}, but the model predicts a number"):
+                return float(label)
         number = class_number(label, known)
-        if number is None and label.isdecimal() and not (choice.label_map or names):
-            number = int(label)
+        number = class_number(plain, known) if number is None else number
+        if number is None and plain.isdecimal() and not (choice.label_map or names):
+            number = int(plain)
         if number is None:
             raise ValueError(
-                f"{choice.source} has the label {label!r}, which is not the name of a class "
-                f"({', '.join(known) or 'none are named'}); say what labels mean with --label-map NAME=NUMBER,…, "
-                "rename it, or use a split with labels"
+                f"{choice.source} has the label {label!r}, which is not the name of a class ({_listed(known)}); say "
+                "what labels mean with --label-map NAME=NUMBER,…, rename it, or use a split with labels"
+            )
+        if count == 1:
+            return float(number)
+        if number < 0 or (count is not None and number >= count):
+            raise ValueError(
+                f"{choice.source} has the label {label!r}, which is class {number}, but the classes of the model are 0 "
+                f"to {'…' if count is None else count - 1}; say what labels mean with --label-map NAME=NUMBER,…"
             )
         return number
 
     return [number_of(label) for label in labels], known
+
+
+def _listed(known: Mapping[str, int]) -> str:
+    return textwrap.shorten(", ".join(known), 200, placeholder=" …") or "none are named"
+
+
+def _mapped(name: str, to: int | str, known: Mapping[str, int]) -> int:
+    number = class_number(to, known) if isinstance(to, str) else to
+    if number is None:
+        raise ValueError(f"--label-map {name}={to}: the model has no class {to!r} ({_listed(known)}); give its number")
+    return number
+
+
+def _imagenet(source: str, count: int | None) -> dict[str, int]:
+    """Return the classes of ImageNet by WordNet id, for models of all of them."""
+    with require_extra(f"{source} has some of ImageNet's classes, whose numbers timm knows", "timm"):
+        from timm.data import ImageNetInfo, infer_imagenet_subset
+    subset = infer_imagenet_subset({"num_classes": count})
+    return {} if subset is None else {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())}
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -204,12 +252,13 @@ def class_numbers(
 def _image_folder(choice: DataChoice, loaded: LoadedModel) -> Examples:
     """Open a folder of class folders; hidden ones are no classes.
 
-    Unless the model says otherwise, classes are numbered by sorted folder names, as in torchvision's ImageFolder; but
-    where all names are numbers, 2 comes before 10.
+    Unless the model or ``label_map`` says otherwise, folders whose names are all numbers are the classes of these
+    numbers, and others are numbered in the order of their names, as in torchvision's ImageFolder.
     """
     folder = Path(choice.source)
     names = [p.name for p in folder.iterdir() if p.is_dir() and not _is_hidden(p)]
-    names = sorted(names, key=int if all(map(str.isdecimal, names)) else None)
+    numbered = all(map(str.isdecimal, names))
+    names = sorted(names, key=int if numbered else None)
     paths: list[Path] = []
     for name in names:
         inside = sorted(p for p in (folder / name).iterdir() if p.suffix.lower() in _IMAGES and not _is_hidden(p))
@@ -235,8 +284,14 @@ def _image_folder(choice: DataChoice, loaded: LoadedModel) -> Examples:
             f"{others[0].relative_to(folder).as_posix()}: they are hidden, not directly in the folder of a class, or "
             "no images by their names",
         )
-    examples = _images(choice, read, [path.parent.name for path in paths], names, loaded)
-    return replace(examples, sorted=True, remarks=remarks)
+    if not (numbered or choice.label_map or loaded.labels or loaded.num_classes):
+        remarks += (
+            f"the folders of {folder} are taken for the classes 0 to {len(names) - 1} in the order of their names; if "
+            "the model numbers them otherwise, say how with --label-map NAME=NUMBER,…",
+        )
+    labels, own = [path.parent.name for path in paths], {name: int(name) for name in names if numbered}
+    examples = _images(choice, read, labels, None if numbered else names, loaded)
+    return replace(examples, classes=examples.classes or own, sorted=True, remarks=remarks)
 
 
 def _is_hidden(path: Path) -> bool:
@@ -248,19 +303,25 @@ def _images(
 ) -> Examples:
     """Return examples of images, from positions to Pillow's images, with their classes."""
     with require_extra("reading images needs Pillow", "images"):
-        from PIL import Image
+        from PIL import Image, ImageOps
     transform = loaded.transform
     if transform is None:
         raise ValueError(
             f"{choice.source} holds images, but the model does not say how to prepare them; give it an "
             "image_transform, a function from an image of Pillow to a tensor (channels, height, width)"
         )
-    numbers, classes = class_numbers(choice, labels, names, loaded, images=True)
+    numbers, classes = label_numbers(choice, labels, names, loaded)
 
     def pixels(image: Any) -> Tensor:
-        if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
-            grey = (np.asarray(image, dtype=np.float64) / 257).round().clip(0, 255)
-            image = Image.fromarray(grey.astype(np.uint8))
+        image = ImageOps.exif_transpose(image)  # as datasets turns images that it decodes
+        if image.mode.startswith(("I", "F")):  # 16 bits or floats, which Pillow would cut off at 255
+            grey, most = np.asarray(image, dtype=np.float64), 65535 if image.mode.startswith("I") else 1
+            if not (grey.min() >= 0 and grey.max() <= most):
+                raise ValueError(
+                    f"pixels go from {grey.min():g} to {grey.max():g}, not within 0 to {most}, as in grey images of "
+                    f"{'16 bits' if most > 1 else 'floats'}; save them with 8 bits"
+                )
+            image = Image.fromarray((grey / most * 255).round().astype(np.uint8))
         return transform(image.convert("RGB"))
 
     def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -289,13 +350,15 @@ def _texts(
             if column not in row:
                 raise ValueError(f"row {number} of {source} has no column {column!r}; it has {', '.join(row)}")
     labels = [] if predicts else [row[choice.label].strip() for row in rows]
-    numbers, classes = class_numbers(choice, labels, None if predicts else names, loaded, images=False)
+    numbers, classes = label_numbers(choice, labels, None if predicts else names, loaded)
 
     def batch(chosen: Sequence[int]) -> dict[str, Tensor]:
         given = [[rows[i][column] for i in chosen] for column in texts]
         with naming(f"the tokenizer for {source} does not work"):
             length = min(choice.max_length, int(getattr(tokenizer, "model_max_length", choice.max_length)))
             coded = tokenizer(*given, truncation=True, max_length=length, padding=True, return_tensors="pt")
+            if (found := coded["input_ids"].shape[1]) > length:
+                raise ValueError(f"it does not cut {found} tokens to {length}; choose a larger --max-length")
             if predicts:
                 return {**coded, "labels": coded["input_ids"].masked_fill(coded["attention_mask"] == 0, IGNORED)}
         return {**coded, "labels": torch.tensor([numbers[i] for i in chosen])}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import called, how_to_install, naming, require_extra
+from .losses import IGNORED
 
 __all__ = ["LoadedModel", "load", "load_state_dict"]
 
@@ -42,6 +43,8 @@ class LoadedModel:
         Folder of a transformers model; its tokenizer is read on demand.
     labels : dict of str to int
         The model's own class names, if it has any.
+    num_classes : int or None
+        Number of its classes, as far as its library, or its own attribute ``num_classes``, says so; 1 is a regression.
 
     Examples
     --------
@@ -59,10 +62,15 @@ class LoadedModel:
     transform: Callable[[Any], Tensor] | None = None
     folder: Path | None = None
     labels: Mapping[str, int] = field(default_factory=dict)
+    num_classes: int | None = None
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer in a transformers folder; None if there is none, a ValueError if it cannot be read."""
+        """The tokenizer in a transformers folder; None if there is none, a ValueError if it cannot be read.
+
+        It pads by the token that the model takes for padding, and after the texts, where padding moves no position and
+        nothing is predicted from it; before them only for a model that reads a text's class at its last position.
+        """
         # Without files transformers makes up a tokenizer with an empty vocabulary.
         if self.folder is None or not files_of(self.folder, _VOCABULARIES):
             return None
@@ -71,20 +79,20 @@ class LoadedModel:
         config: Any = self.model.config
         with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
             tokenizer = AutoTokenizer.from_pretrained(self.folder, **_LOCAL)
-            longest = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
-            tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
+            if (longest := getattr(config, "max_position_embeddings", None) or -1) > 0:  # -1 stands for no limit
+                tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
             known = (getattr(config, "pad_token_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
             # By the model's number classifiers find the last token of a text; any token pads, for a mask hides it.
-            config.pad_token_id = next(number for number in known if number is not None)
-            if tokenizer.pad_token is None:
-                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+            config.pad_token_id = next(n for n in known if n is not None and 0 <= n < len(tokenizer))
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+            tokenizer.padding_side = "left" if getattr(config, "summary_type", "") == "last" else "right"  # left: XLNet
         return tokenizer
 
     @property
     def predicts_tokens(self) -> bool:
         """Whether the labels of a text are its own tokens: a transformers model that predicts each from those before.
 
-        Those that predict masked tokens, or one text from another, raise a ValueError.
+        Those that predict masked tokens, one text from another, or each token from itself raise a ValueError.
         """
         if self.folder is None:
             return False
@@ -92,12 +100,13 @@ class LoadedModel:
 
         name = type(self.model).__name__
         masked, texts = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-        if name in {*masked.values(), *texts.values(), "XLNetLMHeadModel"}:
+        others, predicts = {*masked.values(), *texts.values()}, name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        if name in others or (predicts and _predicts_first(self.model)):
             raise ValueError(
                 f"{name} predicts other tokens of a text than the next ones, so a table does not say its labels; "
                 "return batches with labels from a function of yours (module:function)"
             )
-        return name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return predicts
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -154,7 +163,9 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         model = called(name)
         if not isinstance(model, nn.Module):
             raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
-        loaded = LoadedModel(model, transform=getattr(model, "image_transform", None))
+        count = getattr(model, "num_classes", None)
+        count = count if isinstance(count, int) else None
+        loaded = LoadedModel(model, transform=getattr(model, "image_transform", None), num_classes=count)
     elif importlib.util.find_spec("open_clip") and name in importlib.import_module("open_clip").list_models():
         model, _, transform = importlib.import_module("open_clip").create_model_and_transforms(name, pretrained=None)
         loaded = LoadedModel(model, transform=transform)
@@ -236,7 +247,8 @@ def _from_timm(name: str, state: Mapping[str, Tensor]) -> LoadedModel:
     if head is not None and head.dim() and head.shape[0] != model.num_classes:
         model = timm.create_model(name, pretrained=False, num_classes=head.shape[0])
     settings = timm.data.resolve_model_data_config(model)
-    return LoadedModel(model, _images(*settings["input_size"]), timm.data.create_transform(**settings))
+    example, transform = _images(*settings["input_size"]), timm.data.create_transform(**settings)
+    return LoadedModel(model, example, transform, num_classes=model.num_classes or None)
 
 
 def _from_folder(folder: Path) -> LoadedModel:
@@ -266,7 +278,15 @@ def _from_folder(folder: Path) -> LoadedModel:
                 "and save_pretrained of the right class"
             )
     transform = image_transform(folder, model.config) if files_of(folder, ("*processor_config.json",)) else None
-    return LoadedModel(model.eval(), example, transform, folder, labels)
+    return LoadedModel(model.eval(), example, transform, folder, labels, getattr(model.config, "num_labels", None))
+
+
+def _predicts_first(model: Any) -> bool:
+    """Return whether the first label of a text has a weight in the loss, as where each token is to predict itself."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    labels = torch.tensor([[0, IGNORED]], device=ids.device)
+    with torch.no_grad(), naming(f"{type(model).__name__} does not run on two tokens"):
+        return not model(input_ids=ids, labels=labels).loss.isnan()  # a mean over no labels at all is NaN
 
 
 def _example(model: Any) -> dict[str, Tensor] | None:

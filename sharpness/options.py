@@ -149,8 +149,9 @@ class DataChoice:
         Column of the label; models that predict the next token need none.
     pair : str or None
         Column of the second text, for pairs of texts.
-    label_map : mapping of str to int
-        Class numbers of labels; without it, labels are numbers or the names in the model's configuration.
+    label_map : mapping of str to int or str
+        Class numbers of labels, or names of the model's classes for them; without it, labels are numbers or the names
+        in the model's configuration.
     header : bool
         The first line of a .tsv or .csv file names the columns; with --no-header it is data.
     num_examples : int or None
@@ -163,7 +164,7 @@ class DataChoice:
         Seed of a random choice of examples. Without it the first examples are taken; if the data are sorted by class,
         random ones with the seed 0.
     max_length : int
-        Longest input in tokens, unless the tokenizer's limit is lower.
+        Longest input in tokens, special ones included, unless the tokenizer's limit is lower.
 
     Examples
     --------
@@ -184,7 +185,7 @@ class DataChoice:
     text: str = "text"
     label: str = "label"
     pair: str | None = None
-    label_map: Mapping[str, int] = field(default_factory=dict)
+    label_map: Mapping[str, int | str] = field(default_factory=dict)
     header: bool = True
     num_examples: int | None = None
     batch_size: int = 256
@@ -193,7 +194,7 @@ class DataChoice:
     max_length: int = 128
 
     def __post_init__(self) -> None:
-        _count(self, batch_size=1, batches=1, num_examples=1, subset_seed=0)
+        _count(self, batch_size=1, batches=1, num_examples=1, subset_seed=0, max_length=1)
 
     def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
         """Read the batches for a model.
@@ -208,8 +209,9 @@ class DataChoice:
         Returns
         -------
         list
-            Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs of images, float32
-            (examples, channels, height, width), and classes. Its ``remarks`` say what was left out.
+            Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, padded after the texts, or
+            pairs of images, float32 (examples, channels, height, width), and classes. Images are turned as their EXIF
+            orientation says. Its ``remarks`` say what was left out.
 
         Raises
         ------

@@ -26,9 +26,10 @@ COLOUR = transform((6, 4), MEAN, STD)
 GREY = transform((8, 8), (0.25,), (0.5,), "L")
 
 
-def opened(source, transform=None, *, tokenizer=None, labels=None, predicts=False, **columns):
+def opened(source, transform=None, *, tokenizer=None, labels=None, predicts=False, num_classes=None, **columns):
     """The examples of a source, for a model of which this is known."""
-    loaded = SimpleNamespace(transform=transform, tokenizer=tokenizer, labels=labels or {}, predicts_tokens=predicts)
+    known = {"labels": labels or {}, "num_classes": num_classes, "predicts_tokens": predicts}
+    loaded = SimpleNamespace(transform=transform, tokenizer=tokenizer, **known)
     return load_examples(DataChoice(str(source), **columns), loaded)
 
 
@@ -54,5 +55,5 @@ def picture_network():
     """A classifier of images of 8 × 8 pixels that says how to prepare them."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2)).float()
-    network.image_transform = transform((8, 8), (0.5,) * 3, (1.0,) * 3)
+    network.image_transform, network.num_classes = transform((8, 8), (0.5,) * 3, (1.0,) * 3), 2
     return network

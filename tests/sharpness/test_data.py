@@ -3,15 +3,18 @@ import io
 import json
 
 import numpy as np
+import pandas
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torchvision.transforms import ToTensor
 
+import sharpness
 from sharpness import cli
 from sharpness.data import DataChoice, Examples, is_sorted
 from sharpness.models import LoadedModel, load
-from tests import networks
+from tests import networks, tiny
 from tests.pictures import COLOUR, GREY, MEAN, STD, Words, opened, png, transform
 
 
@@ -89,7 +92,7 @@ def test_class_folders(folder, pictures):
 
 def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, capsys):
     """Half of the images were left out in silence, and a hidden folder became class 0, which moved all labels."""
-    assert opened(str(folder), COLOUR).remarks == ()
+    assert opened(str(folder), COLOUR, num_classes=2).remarks == ()
     image = png(np.zeros((6, 4, 3), dtype=np.uint8))
     for name in (
         ".ipynb_checkpoints/0.png",
@@ -102,7 +105,7 @@ def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, capsys):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(image)
     Image.open(io.BytesIO(image)).save(folder / "dog" / "9.gif")
-    found = opened(folder, COLOUR)
+    found = opened(folder, COLOUR, num_classes=2)
     assert (found.size, found.classes) == (7, {"cat": 0, "dog": 1})
     assert torch.equal(found.batch([6])[0], found.batch([6])[0])
     (remark,) = found.remarks
@@ -175,6 +178,45 @@ def test_pictures_of_16_bits(tmp_path):
     Image.fromarray(ramp).save(tmp_path / "a" / "x.png")
     (found,), _ = opened(tmp_path, transform((8, 8), (0.0,), (1.0,), "L")).batch([0])
     assert np.allclose(found[0].numpy(), ramp / 65535, atol=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "right"),
+    [
+        (np.linspace(0, 1, 64, dtype=np.float32), np.linspace(0, 1, 64)),
+        (np.linspace(0, 255, 64, dtype=np.float32), r"pixels go from 0 to 255, not within 0 to 1, .* of floats; save"),
+        (np.full(64, np.nan, dtype=np.float32), "pixels go from nan to nan, not within 0 to 1"),
+        (np.arange(64, dtype=np.int32) * 9999, "pixels go from 0 to 629937, not within 0 to 65535, .* of 16 bits"),
+        (np.arange(64, dtype=np.int32) - 1, "pixels go from -1 to 62, not within 0 to 65535"),
+    ],
+)
+def test_grey_pictures_of_more_than_8_bits_are_read_or_refused(tmp_path, pixels, right):
+    """Floats from 0 to 1 became black, and whole numbers beyond 65535 white."""
+    (tmp_path / "a").mkdir()
+    Image.fromarray(pixels.reshape(8, 8)).save(tmp_path / "a" / "x.tif")
+    found = opened(tmp_path, transform((8, 8), (0.0,), (1.0,), "L"))
+    if isinstance(right, str):
+        with pytest.raises(ValueError, match=right):
+            found.batch([0])
+    else:  # to half a step of 8 bits
+        assert np.allclose(found.batch([0])[0].flatten().numpy(), right, atol=0.51 / 255)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pictures_are_turned_as_their_orientation_says(tmp_path, pictures):
+    """Files in folders were read as stored, but those that datasets decodes were turned."""
+    datasets = pytest.importorskip("datasets")
+    (pixels, *_), exif = pictures.values(), Image.Exif()
+    exif[0x0112] = 6  # the first row of the file is the right-hand side of the picture
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    Image.fromarray(pixels).save(path := tmp_path / "images" / "a" / "x.png", exif=exif)
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a"])})
+    rows = {"image": [{"bytes": path.read_bytes(), "path": None}], "label": [0]}
+    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(tmp_path / "saved")
+    expected = np.rot90(pixels, -1) / 255
+    for source in ("images", "saved"):
+        (found,), _ = opened(tmp_path / source, ToTensor()).batch([0])
+        assert np.allclose(found.permute(1, 2, 0).numpy(), expected, atol=1e-6), source
 
 
 def test_images_of_several_sizes_make_no_batch(tmp_path):
@@ -256,6 +298,79 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         opened(str(lines), tokenizer=Words())
     with pytest.raises(ValueError, match="which makes its batches itself; omit"):
         DataChoice("module:function", num_examples=3).load(LoadedModel(torch.nn.Identity()))
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+
+def labelled(path, kind, labels):
+    """Write a source that has one example of every label."""
+    path = path / f"data.{kind}"
+    if kind == "folders":
+        for name in map(str, labels):
+            (path / name).mkdir(parents=True)
+            (path / name / "x.png").write_bytes(png(np.zeros((8, 8), dtype=np.uint8)))
+        return path
+    frame = pandas.DataFrame({"text": ["a bc"] * len(labels), "label": labels})
+    if kind == "tsv":
+        frame.to_csv(path, sep="\t", index=False)
+    elif kind == "jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        pytest.importorskip("datasets")
+        frame.to_parquet(path)
+    return path
+
+
+def numbers_of(path, **known):
+    found = opened(path, GREY, tokenizer=Words(), **known)
+    batch = found.batch(range(found.size))
+    return (batch["labels"] if isinstance(batch, dict) else batch[1]).tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [("folders", [3, 7]), *((k, v) for k in ("tsv", "jsonl", "parquet") for v in ([3, 7], [1.0, 0.0], [True, False]))],
+)
+def test_labels_that_are_whole_numbers(tmp_path, kind, labels):
+    """Folders 3 and 7 were the classes 0 and 1; numbers with a point, and truth values, were refused."""
+    path = labelled(tmp_path, kind, labels)
+    assert numbers_of(path, num_classes=10) == [int(label) for label in labels]
+    assert numbers_of(path, num_classes=10, labels={f"LABEL_{i}": i for i in range(10)}) == list(map(int, labels))
+    names = {str(int(label)): i for i, label in enumerate(labels)}  # names come first, numbers though they seem to be
+    assert numbers_of(path, labels=names) == numbers_of(path, label_map=names) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["folders", "tsv", "jsonl", "parquet"])
+def test_labels_beyond_the_classes(tmp_path, kind):
+    path = labelled(tmp_path, kind, [0, 7])
+    with pytest.raises(ValueError, match="'7', which is class 7, but the classes of the model are 0 to 2; say what"):
+        numbers_of(path, num_classes=3)
+    with pytest.raises(ValueError, match="'0', which is class -100, but the classes of the model are 0 to …; say what"):
+        numbers_of(path, label_map={"0": -100, "7": 0})
+
+
+@pytest.mark.parametrize("kind", ["tsv", "folders"])
+def test_labels_are_mapped_to_names_of_classes(tmp_path, kind):
+    path, known = labelled(tmp_path, kind, ["neg", "pos"]), {"negative": 4, "positive": 2}
+    assert numbers_of(path, labels=known, label_map={"neg": "Negative", "pos": 1}) == [4, 1]
+    with pytest.raises(ValueError, match=r"neg=bad: the model has no class 'bad' \(negative, positive\); give"):
+        numbers_of(path, labels=known, label_map={"neg": "bad", "pos": 1})
+    assert cli._label_map("neg=negative,pos=1") == {"neg": "negative", "pos": 1}
+
+
+def test_folders_that_are_some_of_the_models_classes(tmp_path):
+    """They were numbered 0, 1, …, whatever the model's number of classes, and whatever their names."""
+    path = labelled(tmp_path, "folders", ["cat", "dog"])
+    assert numbers_of(path, num_classes=2) == [0, 1]
+    (remark,) = opened(path, GREY).remarks
+    assert "are taken for the classes 0 to 1 in the order of their names; if the model numbers them otherwise" in remark
+    with pytest.raises(ValueError, match="has 2 classes, such as 'cat', but the model 10, which it does not name; say"):
+        numbers_of(path, num_classes=10)
+    with pytest.raises(ValueError, match=r"'cat', which is not the name of a class \(Katze, Hund\); say"):
+        numbers_of(path, num_classes=2, labels={"Katze": 0, "Hund": 1})
 
 
 # -- saved datasets ----------------------------------------------------------------------------------------------------
@@ -450,6 +565,7 @@ LANGUAGE = {
     "text": ("T5ForConditionalGeneration", "T5Config",
              {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}),
     None: ("GPT2ForSequenceClassification", "GPT2Config", GPT2),
+    "number": ("GPT2ForSequenceClassification", "GPT2Config", {**GPT2, "num_labels": 1}),
 }  # fmt: skip
 
 
@@ -492,6 +608,121 @@ def test_language_models_on_a_table(kind, padding, tmp_path, capsys):
         found = json.loads((tmp_path / "out.json").read_text())["results"][0]["batches"][0]
         assert found["base_loss"] == pytest.approx(total / count, rel=1e-5)
         assert found["value"] > 0
+
+
+DECODERS = ["gpt2", "llama", "gemma", "cohere", "qwen2", "mistral", "phi", "opt", "gpt_neox", "bloom", "falcon"]
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """Folders of a tokenizer that pads at the left and of one that pads at the right, and texts one at a time."""
+    from tests.texts import wordpiece
+
+    tokenizer, folders, texts = wordpiece(TEXTS, 60, length=24), [], [f"{text} [SEP]" for text in TEXTS[:3]]
+    for tokenizer.padding_side in ("right", "left"):
+        folders.append(tmp_path_factory.mktemp(tokenizer.padding_side))
+        tokenizer.save_pretrained(folders[-1])
+        (folders[-1] / "data.tsv").write_text("text\tlabel\n" + "".join(f"{text}\t0\n" for text in texts))
+    return (
+        folders,
+        tokenizer(texts, padding=True, return_tensors="pt"),
+        [tokenizer(t, return_tensors="pt") for t in texts],
+    )
+
+
+def tiny_model(kind, task, **options):
+    """A model of a type of transformers in double precision, which pads by another token than the tokenizer."""
+    from transformers.models.auto import modeling_auto as auto
+
+    config = tiny.configuration(kind)
+    for name, value in {"pad_token_id": 7, "num_labels": 3, "_attn_implementation": "eager", **options}.items():
+        setattr(config, name, value)
+    name = getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES")[kind]
+    torch.manual_seed(0)
+    return networks.shake(getattr(transformers, name)(config).double(), 0.05)
+
+
+def by_itself(model, texts):
+    """The mean loss of all tokens but the first, each predicted from those before it in its text."""
+    losses = [(len(t["input_ids"][0]) - 1, model(**t, labels=t["input_ids"]).loss) for t in texts]
+    return sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", DECODERS)
+def test_the_side_of_the_padding_does_not_matter(kind, padded):
+    """At the left it moved positions, and the first token of a text was predicted from padding."""
+    model, (folders, at_left, texts) = tiny_model(kind, "CAUSAL_LM"), padded
+    (batch,), (other,) = (DataChoice(str(f / "data.tsv")).load(LoadedModel(model, folder=f)) for f in folders)
+    assert all(torch.equal(batch[name], other[name]) for name in batch)
+    options = {"measure": "adaptive", "rho": 0.1, "steps": 2, "progress": False}
+    found = sharpness.evaluate(model, [batch], **options)
+    expected = sharpness.evaluate(model, [texts], by_itself, **options)
+    # Transformers computes the loss in single precision, of which 1e-5 is 20 units at a loss of 4.
+    assert found.batches[0].base_loss == pytest.approx(expected.batches[0].base_loss, abs=1e-5)
+    assert float(found) == pytest.approx(float(expected), abs=1e-5)
+    assert float(found) > 1e-3
+    labels = at_left["input_ids"].masked_fill(at_left["attention_mask"] == 0, -100)
+    right = sum(len(t["input_ids"][0]) - 1 for t in texts)
+    assert int((labels[:, 1:] != -100).sum()) > right == int((batch["labels"][:, 1:] != -100).sum())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "roberta", "xlnet", "bart"])
+def test_classifiers_see_no_padding(kind, padded):
+    """Some read a text's class at its last token, which was padding if the tokenizer had another token for that."""
+    folders, _, texts = padded
+    model = tiny_model(kind, "SEQUENCE_CLASSIFICATION", eos_token_id=int(texts[0]["input_ids"][0, -1]))
+    expected = torch.cat([model(**text).logits for text in texts])
+    for folder in folders:
+        (batch,) = DataChoice(str(folder / "data.tsv")).load(LoadedModel(model, folder=folder))
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["bart", "trocr", "xlm", "xlnet"])
+def test_models_whose_tokens_predict_themselves_are_refused(kind, padded):
+    """Their loss shifts no labels, so that of a text's own tokens, which they saw, was measured."""
+    model = tiny_model(kind, "CAUSAL_LM")
+    with pytest.raises(ValueError, match=f"{type(model).__name__} predicts other tokens of a text than the next ones"):
+        DataChoice(str(padded[0][0] / "data.tsv")).load(LoadedModel(model, folder=padded[0][0]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_inputs_are_cut_or_refused(tmp_path):
+    """A tokenizer does not cut to fewer tokens than its special ones, and did not say so."""
+    from tokenizers.processors import BertProcessing
+
+    from tests.texts import wordpiece
+
+    tokenizer = wordpiece(TEXTS, 60, length=24)
+    ends = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[SEP]", "[CLS]")]
+    tokenizer.backend_tokenizer.post_processor = BertProcessing(*ends)
+    (tmp_path / "data.tsv").write_text("text\tlabel\na good day\t0\n")
+    for length in (2, 3):
+        batch = opened(tmp_path / "data.tsv", tokenizer=tokenizer, max_length=length).batch([0])
+        assert batch["input_ids"].shape == (1, length)
+    with pytest.raises(ValueError, match=r"it does not cut \d tokens to 1; choose a larger --max-length"):
+        opened(tmp_path / "data.tsv", tokenizer=tokenizer, max_length=1).batch([0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_regression_on_a_table(tmp_path):
+    """Its labels were refused, since they are no classes."""
+    loaded, scores = language_model("number", tmp_path / "model", padding=True), [2.5, -1.0, 0.0, 4.75, 3.0, 0.125]
+    table = tmp_path / "data.tsv"
+    table.write_text("text\tlabel\n" + "".join(f"{t}\t{s}\n" for t, s in zip(TEXTS, scores, strict=True)))
+    (batch,) = DataChoice(str(table)).load(loaded)
+    assert batch["labels"].tolist() == scores
+    guess = [float(loaded.model(**loaded.tokenizer(text, return_tensors="pt")).logits) for text in TEXTS]
+    expected = sum((g - s) ** 2 for g, s in zip(guess, scores, strict=True)) / len(scores)
+    result = sharpness.evaluate(loaded.model, [batch], measure="adaptive", rho=0.05, steps=1, progress=False)
+    assert result.batches[0].base_loss == pytest.approx(expected, rel=1e-5)  # in float32
+    table.write_text("text\tlabel\nday\tlong\n")
+    with pytest.raises(ValueError, match=r"has the label 'long', but the model predicts a number: could not convert"):
+        DataChoice(str(table)).load(loaded)
+    (batch,) = DataChoice(str(table), label_map={"long": 3}).load(loaded)
+    assert batch["labels"].tolist() == [3.0]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -542,12 +773,20 @@ def test_run_on_a_table(tmp_path, capsys):
     assert "labels are mapped by NAME=NUMBER,…, each once" in capsys.readouterr().err
     assert cli.main([*command, "--label-map", "pos=7,neg=0"]) == 2
     err = capsys.readouterr().err
-    assert "data.tsv: IndexError: Target 7 is out of bounds." in err
+    assert "has the label 'pos', which is class 7, but the classes of the model are 0 to 2" in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batch_size": 2.5}, {"batch_size": True}, {"batches": True}, {"num_examples": 1.5}, {"subset_seed": -1}]
+    "wrong",
+    [
+        {"batch_size": 2.5},
+        {"batch_size": True},
+        {"batches": True},
+        {"num_examples": 1.5},
+        {"subset_seed": -1},
+        {"max_length": 0},
+    ],
 )
 def test_counts_are_whole_numbers(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a whole number of at least"):

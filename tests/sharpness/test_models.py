@@ -2,6 +2,7 @@ import json
 import pickle
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import ToTensor
 
 from sharpness import cli
 from sharpness.data import DataChoice
-from sharpness.models import image_transform, load, load_state_dict
+from sharpness.models import LoadedModel, image_transform, load, load_state_dict
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
 from tests.small_clip import fine_tuned, name_small_models
@@ -288,8 +290,28 @@ def test_timm_with_another_number_of_classes(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=7)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     loaded = load("vit_tiny_patch16_224", str(tmp_path / "weights.pt"))
-    assert loaded.model.head.weight.shape[0] == 7
+    assert loaded.model.head.weight.shape[0] == loaded.num_classes == 7
     assert loaded.transform(picture((300, 256))).shape == (3, 224, 224)
+
+
+IMAGENETTE = {"n01440764": 0, "n02102040": 217, "n03888257": 701}  # three of its classes, by their numbers in ImageNet
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_some_of_the_classes_of_imagenet(tmp_path):
+    """Folders of WordNet ids were numbered 0, 1, …, also for models of all classes of ImageNet."""
+    pytest.importorskip("timm")
+    for name in IMAGENETTE:
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (32, 32)).save(tmp_path / name / "x.png")
+    mine = LoadedModel(torch.nn.Identity(), transform=ToTensor(), num_classes=1000)
+    for names in ({}, {f"LABEL_{i}": i for i in range(1000)}, {"tench, Tinca tinca": 0, "goldfish": 1}):
+        ((_, labels),) = DataChoice(str(tmp_path)).load(replace(mine, labels=names))
+        assert sorted(labels.tolist()) == list(IMAGENETTE.values())
+    others = replace(mine, num_classes=3, labels={"church": 0, "tench": 1, "dog": 2})  # these are all: sorted
+    assert sorted(DataChoice(str(tmp_path)).load(others)[0][1].tolist()) == [0, 1, 2]
+    with pytest.raises(ValueError, match="the label 'n01440764', which is not the name of a class"):
+        DataChoice(str(tmp_path)).load(replace(mine, num_classes=20))
 
 
 @pytest.mark.filterwarnings("ignore")
