@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import copy
 import math
 import warnings
@@ -23,7 +24,7 @@ from ..symmetries.modules import is_sharded
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import StepMetric, on_cpu, trace, wide
-from .pairs import alone, check_places, explain, group_of, orientation, reasons
+from .pairs import Layer, alone, check_places, explain, group_of, orientation, reasons
 from .sharded import ShardedPairs, cut, full
 from .stack import Stack, restored
 
@@ -64,17 +65,21 @@ class QuotientOptimizer(Optimizer):
     rest : float
         The learning rate of parameters outside pairs, as a share of the optimiser's; a group's own is for all of it.
     others : str
-        The class in ``torch.optim`` that trains parameters outside pairs; a group may name another.
+        The class in ``torch.optim`` that trains parameters outside pairs; a group may name another, and then has the
+        ``betas``, ``eps`` and ``momentum`` that are that one's defaults.
     """
 
     certify, rest, others = True, 1.0, "AdamW"
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], options: dict[str, Any]) -> None:
         self._stacks, self._places = list[Stack](), dict[nn.Module, dict[str, Tensor]]()
-        self._layers = list[Any]()  # of LoRA
+        self._layers = list[Layer]()  # of LoRA
+        self._homes = dict[Tensor, tuple[torch.dtype, torch.device]]()
         self._warned, self._skipped = set[str](), torch.tensor(0)
         if unknown := options.keys() - _OPTIONS.keys():
             raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
+        # Schedules that cycle a momentum would cycle betas[0] instead if both were defaults.
+        self._of_others = {k: options.pop(k) for k in ("betas", "eps") if k in options and "momentum" in options}
         super().__init__(params, {"weight_decay": 0.0, "max_grad_norm": None, **options})
         self.add_pairs(pairs)
 
@@ -91,8 +96,12 @@ class QuotientOptimizer(Optimizer):
         if "pairs" in param_group:
             raise TypeError("a group of parameters takes no pairs; pass them to add_pairs")
         group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
-        check_options({**self.defaults, **group}, self.defaults)
-        super().add_param_group(group)
+        theirs = self._of_others
+        if group["others"] != self.others:
+            defaults = getattr(torch.optim, group["others"])([torch.empty(0, 0, requires_grad=True)]).defaults
+            theirs = {k: defaults[k] for k in ("betas", "eps", "momentum") if k in defaults}
+        check_options({**self.defaults, **theirs, **group}, self.defaults)
+        super().add_param_group({**theirs, **group})
 
     def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
         """Tell which of the optimiser's parameters form pairs; known pairs are ignored.
@@ -121,11 +130,16 @@ class QuotientOptimizer(Optimizer):
         owners = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
         models = dict.fromkeys([*self._places, *owners])
         self._places = {m: {name: p for name, p in m.named_parameters() if p in home} for m in models}
-        self._layers = [layer for m in models for layer, _, B in lora_layers(m) if B in home]
+        scales = {b.tensor: p.scale for s in self._stacks for p in s.given for b in p.G + p.H}
+        self._layers = [(m, name, scales.get(B)) for o in models for m, name, B in lora_layers(o) if B in home]
+        self._homes = {p: (p.dtype, p.device) for p in home}
         left = alone(given, {p for p in home if p not in self._covered or p in self._partly})
         if not self._stacks and not any(p.kind == "lora" for p in left):
             why = f" ({reasons(left)})" if left else ""
-            raise ValueError(f"no pair (G, H) is among the parameters{why}; pass pairs that are trained, or use AdamW")
+            raise ValueError(
+                f"no pair (G, H) is among the parameters{why}; create_quotient_lora_optimizer(model, lr=…) finds those "
+                "of adapters, create_quotient_optimizer those of attention; for a model without either use AdamW"
+            )
         if left:
             what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
             which = f"{len(left)} of {len(given)} {what}, which form no pair: {reasons(left)}"
@@ -151,9 +165,15 @@ class QuotientOptimizer(Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        for group in self.param_groups:  # which schedules change
+            check_options(group, self.param_groups[0])
         own = dict.fromkeys(chain.from_iterable(group["params"] for group in self.param_groups))
         if check_places(self._places, self._layers, own):
             self._cover()
+        homes = {p: (p.dtype, p.device) for p in own}
+        if any(self._homes.get(p, home) != home for p, home in homes.items()):  # after model.double()
+            self.load_state_dict(self.state_dict())
+        self._homes = homes
         gradients = self._shards.gradients(own)
         if any(map(attrgetter("is_sparse"), gradients.values())):
             raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
@@ -196,9 +216,7 @@ class QuotientOptimizer(Optimizer):
         for s in running:
             group = self.param_groups[s.group]
             s.state = s.state or self._new_state(s)
-            before = {} if s.mask is None else {k: v.clone() for k, v in s.state.items() if "moment" not in k}
             self._step_pairs(group, s)
-            s.state.update((name, s.only(s.state[name], value)) for name, value in before.items())
         self._shards.scatter_(weights)
         weights.clear()
         if outside:
@@ -211,16 +229,17 @@ class QuotientOptimizer(Optimizer):
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
         numbers = [g.sum(dtype=at_least_float32(g.dtype)) for g in self._shards.once(outside.values())]
-        numbers += [s.sizes / s.sound().all() for s in running]
-        sound = self._shards.sum(numbers).abs() < torch.inf
-        if not on_cpu(sound):
+        numbers += [s.sizes if s.straight else s.sizes / s.sound().all() for s in running]
+        total = self._shards.sum(numbers)
+        if not on_cpu(total):
+            sound = total.abs() < torch.inf
             self._skipped = self._skipped.to(sound.device) + ~sound
             for s in running:
                 s.restrict(sound.to(s.sizes.device))
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
-        if bool(sound):
+        if cmath.isfinite(total.item()):
             return True
         explain(running, gradients)
 
@@ -273,13 +292,25 @@ class QuotientOptimizer(Optimizer):
             warnings.warn(f"{count} steps were skipped: {_SKIPPED}", RuntimeWarning, stacklevel=2)
         kept = ("names", "flipped", "group", "steps")
         stacks = [{k: getattr(s, k) for k in kept} | {"state": self._shards.whole_state(s)} for s in self._stacks]
+        places = self._order()
+        for s, entry in zip(self._stacks, stacks, strict=True):
+            entry["places"] = [places[p] for p in s.given]
         more = {"kind": type(self).__name__, "pairs": [name for s in stacks for name in s["names"]], "stacks": stacks}
         found = {**super().state_dict(), **more}
         found["state"] = {i: {k: full(v) for k, v in state.items()} for i, state in found["state"].items()}
         return copy.deepcopy(found)
 
+    def _order(self) -> dict[SymmetricPair, tuple[int, int]]:
+        """Say with which of the optimiser's parameters each pair begins, and where, to tell pairs of one name apart."""
+        order = {p: i for i, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups))}
+        first = {p: p.G[0] for s in self._stacks for p in s.given}
+        return {p: (order.get(getattr(b.module, b.attribute, None), -1), b.offset) for p, b in first.items()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
+        """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly.
+
+        Pairs are found by their names, and by the order of parameters where several models have pairs of one name.
+        """
         if (kind := state_dict.get("kind", _UNKNOWN)) != (own := type(self).__name__):
             raise ValueError(
                 f"this state was saved by {kind}, not by {own}; to switch, load the model's weights and start a new "
@@ -287,7 +318,7 @@ class QuotientOptimizer(Optimizer):
             )
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
         # Others have reached full rank since the saved optimiser was created.
-        found = restored(saved["stacks"], [p for s in self._stacks for p in s.given], self._new_state)
+        found = restored(saved["stacks"], self._order(), self._new_state)
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
         for w, state in self.state.items():
             if is_sharded(w):

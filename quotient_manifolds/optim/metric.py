@@ -54,9 +54,7 @@ class Factorised:
     """S = L Lᴴ up to rounding, with its inverse; never fails on a semidefinite S ≠ 0."""
 
     def __init__(self, S: Tensor, eye: Tensor) -> None:
-        raised = S.clone()
-        raised.diagonal(dim1=-2, dim2=-1).mul_(1 + torch.finfo(S.dtype).eps * S.shape[-1])
-        self.S = S
+        self.S, raised = S, torch.addcmul(S, S, eye, value=torch.finfo(S.dtype).eps * S.shape[-1])
         self.L, self.info = torch.linalg.cholesky_ex(raised)
         self.L_inv = torch.linalg.solve_triangular(self.L, eye.expand_as(S), upper=False)
         self.inverse = self.L_inv.mH @ self.L_inv

@@ -99,7 +99,7 @@ class QuotientAdam(QuotientOptimizer):
     def __init__(
         self,
         params: Any,
-        pairs: Pairs,
+        pairs: Pairs = (),
         lr: float = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
@@ -116,10 +116,11 @@ class QuotientAdam(QuotientOptimizer):
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         (beta1, beta2), lr, K_inv, state = group["betas"], float(group["lr"]), s.metric.inverse_roots, s.state
-        step = state["step"].add_(1)[:, None, None]
+        step = state["step"].add_(1 if s.mask is None else s.mask)[:, None, None]
         first, second = 1 - beta1**step, 1 - beta2**step
         # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
-        C = state["matrix"].lerp_(s.grams() / s.counts, 1 - beta2) / second[:, None]
+        state["matrix"] = s.only(state["matrix"].lerp(s.grams() / s.counts, 1 - beta2), state["matrix"])
+        C = state["matrix"] / second[:, None]
         V = K_inv @ C @ K_inv.mH
         V.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(V)[..., None], alpha=_LEAST)
         R = K_inv.mH @ inverse_root(V)
@@ -129,11 +130,12 @@ class QuotientAdam(QuotientOptimizer):
             u = torch.bmm(g, r, out=s.room_of(g))
             u = torch.view_as_real(u).flatten(-2) if u.is_complex() else u
             torch.sum(u.mul_(u), -1, keepdim=True, out=part)  # vector_norm is slow along rows that are not contiguous
-        torch.div(state["rows"].lerp_(rows, 1 - beta2), second.to(s.dtype), out=rows)
+        state["rows"] = s.only(state["rows"].lerp(rows, 1 - beta2), state["rows"])
+        torch.div(state["rows"], second, out=rows)
         rows.sqrt_().add_(group["eps"] * R.shape[-1] ** 0.5)
         for d, m, size in zip(s.g, s.average_(1 - beta1), parts, strict=True):
             torch.div(m, size, out=d)
-        s.advance_(s.g, R @ (K_inv * (-lr * _RANK**0.5) / first[:, None]), lr * group["weight_decay"])
+        s.advance_(s.g, R @ (K_inv / first[:, None]), lr * _RANK**0.5, lr * group["weight_decay"])
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -162,8 +164,8 @@ class QuotientMuon(QuotientOptimizer):
     weight_decay : float
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
     betas, eps
-        Options of AdamW, for parameters outside pairs. They have the learning rate η/20, or that of their group if it
-        has one of its own.
+        Options of AdamW, for parameters outside pairs, by default its own. They have the learning rate η/20, or that of
+        their group if it has one of its own.
 
     Raises
     ------
@@ -202,9 +204,8 @@ class QuotientMuon(QuotientOptimizer):
     True
     """
 
-    def __init__(self, params: Any, pairs: Pairs, lr: float = 0.02, momentum: float = 0.9, **options: Any) -> None:
-        others = {"betas": (0.9, 0.999), "eps": 1e-8}
-        super().__init__(params, pairs, {"lr": lr, "momentum": momentum, **others, **options})
+    def __init__(self, params: Any, pairs: Pairs = (), lr: float = 0.02, momentum: float = 0.9, **options: Any) -> None:
+        super().__init__(params, pairs, {"lr": lr, "momentum": momentum, **options})
 
     rest = 1 / 20  # .001 instead of .02
 
@@ -224,7 +225,7 @@ class QuotientMuon(QuotientOptimizer):
         return StepMetric(M, N, s.scale, torch.where(floor > 0, floor, 1))
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
-        momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
+        momentum, lr, F = group["momentum"], float(group["lr"]), s.only(s.metric.inverse_roots, 0)
         torch._foreach_lerp_(s.g, s.average_(1 - momentum), momentum)
         # Where the product lacks rank F is large, and u small: its Gram matrix comes after the product with F.
         grams, sizes = list[Tensor](), list[Tensor]()
@@ -233,7 +234,7 @@ class QuotientMuon(QuotientOptimizer):
             sizes.append(torch.linalg.vector_norm(u).clamp_min(LEAST_NORM))
             grams.append(gram(u.div_(sizes[-1])))
         A = F.mH @ inverse_root(rescaled(grams, torch.stack(sizes))) @ F
-        s.advance_(s.g, -lr / 2 * A, lr * group["weight_decay"], transport=False)
+        s.advance_(s.g, A, lr / 2, lr * group["weight_decay"], transport=False)
 
 
 class QuotientSGD(QuotientOptimizer):
@@ -282,7 +283,7 @@ class QuotientSGD(QuotientOptimizer):
     True
     """
 
-    def __init__(self, params: Any, pairs: Pairs, lr: float = 1e-3, momentum: float = 0.0, **options: Any) -> None:
+    def __init__(self, params: Any, pairs: Pairs = (), lr: float = 1e-3, momentum: float = 0.0, **options: Any) -> None:
         super().__init__(params, pairs, {"lr": lr, "momentum": momentum, **options})
 
     others = "SGD"
@@ -292,5 +293,6 @@ class QuotientSGD(QuotientOptimizer):
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         lr, momentum, K_inv = float(group["lr"]), group["momentum"], s.metric.inverse_roots
-        u = s.average_(1 - momentum) if momentum else s.g
-        s.advance_(u, -lr / (1 - momentum) * K_inv.mH @ K_inv, lr * group["weight_decay"])
+        torch._foreach_div_(s.g, 1 - momentum)  # the mean of m and ∇ / (1 - μ) is μ m + ∇
+        u = s.average_(1 - momentum) if s.state else s.g
+        s.advance_(u, K_inv.mH @ K_inv, lr, lr * group["weight_decay"])

@@ -15,9 +15,16 @@ from ..symmetries.stacks import PairStack
 from .sharded import full
 from .stack import Stack
 
+#: A LoRA layer, the name of an adapter, and the scale of its pair, if it forms one.
+Layer = tuple[Any, str, float | None]
 
-def check_places(places: Mapping[nn.Module, dict[str, Tensor]], layers: Iterable[Any], own: Collection[Tensor]) -> bool:
+
+def check_places(
+    places: Mapping[nn.Module, dict[str, Tensor]], layers: Iterable[Layer], own: Collection[Tensor]
+) -> bool:
     """Raise if parameters have left their model, where others would stay untrained, or LoRA layers are merged.
+
+    Or if their scales are no longer those of the pairs.
 
     Those that were replaced in the model and in the optimiser alike, as accelerate does with FSDP2, have not; return
     whether there are any.
@@ -35,8 +42,16 @@ def check_places(places: Mapping[nn.Module, dict[str, Tensor]], layers: Iterable
                 f"{gone[0]!r}{more} of the model have been replaced or deleted since this optimiser was created, by "
                 "load_state_dict(assign=True), delete_adapter, merge_and_unload, fully_shard or DeepSpeed; make it anew"
             )
-    if merged := [layer.merged_adapters[0] for layer in layers if layer.merged_adapters]:
-        raise ValueError(f"adapter {merged[0]!r} is merged into the base weights; call unmerge_adapter() before a step")
+    for layer, name, scale in layers:
+        if merged := layer.merged_adapters:
+            raise ValueError(
+                f"adapter {merged[0]!r} is merged into the base weights; call unmerge_adapter() before a step"
+            )
+        if scale is not None and (now := float(layer.scaling.get(name, scale))) != scale:
+            raise ValueError(
+                f"adapter {name!r} has the scale {now:g}, but its pair has {scale:g}: hotswap_adapter or set_scale has "
+                "changed it; find pairs and make the optimiser anew"
+            )
     return moved
 
 

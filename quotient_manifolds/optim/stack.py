@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,14 +38,14 @@ class Stack:
     In a step ``x`` and ``g`` are the rows of G and of H and their gradients, each (points, rows, h), in float32 at
     least, ``sizes`` the norms of both gradients, (2,), ``metric`` is that at the weights, and ``straight`` says whether
     every anchor is known to have a small condition. Small matrices are stacked as (points, 2, h, h), with those of G
-    before those of H. Where ``mask``, () or (points,), is False, nothing changes.
+    before those of H. Where ``mask``, () or (points,), is False, nothing changes: an expert without tokens waits.
     """
 
     def __init__(self, pairs: Sequence[SymmetricPair], flipped: bool, group: int) -> None:
         self.given, self.names, self.flipped, self.group = pairs, [p.name for p in pairs], flipped, group
         self.pairs = PairStack([replace(p, G=p.H, H=p.G) if flipped else p for p in pairs])
         self.scale, self.steps, self.state = abs(pairs[0].scale) or 1.0, 0, dict[str, Tensor]()
-        self.dtype = at_least_float32(pairs[0].G[0].tensor.dtype)
+        self.dtype = at_least_float32(max((p.dtype for p in self.pairs.parameters()), key=attrgetter("itemsize")))
         self.counts = torch.tensor([self.pairs.n, self.pairs.m])[:, None, None]  # of rows
         self.points = self.pairs.group.h if self.pairs.group.diagonal else 1  # of one pair
         self.keep(slice(None))
@@ -75,7 +76,7 @@ class Stack:
         return group.from_point(points) if group.diagonal or points.is_complex() else points
 
     def begin(self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor]) -> bool:
-        """Read weights and gradients; return whether any pair has one. Pairs without one are left as they are.
+        """Read weights and gradients; return whether any pair has one. Where both factors have none, or 0, all stays.
 
         ``weights`` are read and written instead of parameters. On the CPU all are read to the same place at every step:
         there memory that is new to the process costs more than what is computed. Elsewhere it is given back afterwards.
@@ -89,8 +90,7 @@ class Stack:
                     "factors, or pass this pair to another optimiser"
                 )
             active.append(not without)
-        own, self.weights = active[self.own], weights
-        self.runs = any(own)
+        self.weights, self.runs = weights, any(active) and bool(active[self.own])
         if not self.runs:
             return any(active)
         if "x" not in vars(self):
@@ -105,18 +105,25 @@ class Stack:
                 into += of_rows
                 views += of_tensors
         torch._foreach_copy_(into, views)
-        mask = None if all(own) else torch.tensor(own, device=self.x[0].device)
-        self.mask = None if mask is None else mask.repeat_interleave(self.points)
-        self.sizes = torch.stack(torch._foreach_norm(self.g)).clamp_min(LEAST_NORM)  # noqa: SLF001
+        norms = torch.stack([torch.linalg.vector_norm(g, dim=(1, 2)) for g in self.g])
+        self.mask = norms.any(0)  # also where one is NaN
+        if on_cpu(norms) and bool(self.mask.all()):
+            self.mask = None
+        self.sizes = torch.linalg.vector_norm(norms, dim=1).clamp_min(LEAST_NORM)
         return True
 
     def measure(self, metric_of: MetricOf, *double: bool) -> None:
         """Compute the metric in one precision, and on the CPU in the next one too if an anchor is crooked."""
         for precision in double:
             self.metric = metric_of(self, wide(torch.stack([gram(x, precision) for x in self.x], dim=-3)))
-            self.straight = on_cpu(self.sizes) and bool(self.metric.straight(_CONDITION[self.dtype]).all())
+            self.straight = on_cpu(self.sizes) and bool(self._straight().all())
             if self.straight:
                 break
+
+    def _straight(self) -> Tensor:
+        """Return where the anchor has a small condition, or takes no step; (points,)."""
+        straight = self.metric.straight(_CONDITION[self.dtype])
+        return straight if self.mask is None else self.mask <= straight  # the one implies the other
 
     def straighten_(self, metric_of: MetricOf) -> Tensor:
         """Turn points with a crooked anchor to a gauge in which it has orthonormal columns; return what stays crooked.
@@ -127,8 +134,7 @@ class Stack:
         rounds = 3 if on_cpu(self.sizes) else int(self.steps % 8 == 1)
         for _ in range(rounds):
             largest = torch.finfo(self.pairs.parameters()[0].dtype).max
-            crooked = ~self.metric.straight(_CONDITION[self.dtype])
-            change = self.metric.straightening(self.only(crooked, False), largest)
+            change = self.metric.straightening(~self._straight(), largest)
             for X, A in ((self.x, change), (self.g, change.flip(-3)), (self.moments(), change.flip(-3))):
                 for x, a in zip(X, A.unbind(1), strict=False):
                     x.copy_(x.to(a.dtype) @ a)
@@ -136,19 +142,21 @@ class Stack:
             self.measure(metric_of, True)
             if self.straight:
                 break
-        return ~self.metric.straight(_CONDITION[self.dtype]) & self.metric.sound & (rounds > 0)
+        return ~self._straight() & self.metric.sound & (rounds > 0)
 
-    def advance_(self, directions: Sequence[Tensor], A: Tensor, decay: float, *, transport: bool = True) -> None:
-        """Write rows plus directions times A, after products are multiplied by 1 - ``decay``; biases do not decay.
+    def advance_(
+        self, directions: Sequence[Tensor], A: Tensor, rate: float, decay: float, *, transport: bool = True
+    ) -> None:
+        """Write rows minus ``rate`` times directions times A, after products are multiplied by 1 - ``decay``.
 
-        The state is transported with them, or left as it is.
+        Biases do not decay. The state is transported with them, or left as it is.
         """
         keep, sides, across = max(1 - decay, 0) ** 0.5, A.to(self.x[0].dtype).unbind(1), list[Tensor]()
         for blocks, x, d, a in zip(self.blocks, self.x, directions, sides, strict=True):
-            end = torch.baddbmm(x, d, a, beta=keep, out=self.room_of(x))
+            end = torch.baddbmm(x, d, a, beta=keep, alpha=-rate, out=self.room_of(x))
             biases = {(r.rows.start, r.rows.stop) for r in blocks.runs if decay and len(r.block.shape) == 1}
             for start, stop in biases:
-                end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a)
+                end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a, alpha=-rate)
             blocks.scatter_(self._rows(self.only(end, x, out=end)), self.weights)
             across += [x.mH @ end] if transport else []
         if transport:  # and what ends last is H
@@ -216,22 +224,24 @@ def gram(x: Tensor, double: bool = False) -> Tensor:
 
 def rescaled(grams: list[Tensor], sizes: Tensor) -> Tensor:
     """Return Gram matrices, given those of rows that were divided by sizes lest squares leave the range of float32."""
-    return wide(torch.stack(grams, dim=-3)) * wide(sizes).square()[:, None, None]
+    factors = sizes[:, None, None]  # whose square float32 may not hold
+    return wide(torch.stack(grams, dim=-3)).mul_(factors).mul_(factors)
 
 
 def restored(
     entries: Sequence[Mapping[str, Any]],
-    pairs: Iterable[SymmetricPair],
+    places: Mapping[SymmetricPair, tuple[int, int]],
     new_state: Callable[[Stack], dict[str, Tensor]],
 ) -> list[Stack]:
-    """Restore the stacks of a ``state_dict`` from its entries; pairs of one name are in the order of then."""
-    named, found = dict[str, list[SymmetricPair]](), list[Stack]()
-    for p in pairs:
-        named.setdefault(p.name, []).append(p)
+    """Restore the stacks of a ``state_dict`` from its entries; pairs of one name are told apart by their places."""
+    counts, found = Counter(p.name for p in places), list[Stack]()
+    left = {(p.name, counts[p.name] > 1 and place): p for p, place in places.items()}
     for entry in entries:
-        if missing := sorted(name for name, n in Counter(entry["names"]).items() if len(named.get(name, ())) < n):
-            raise ValueError(f"the state belongs to other pairs: {', '.join(missing[:3])}")
-        own = [named[name].pop(0) for name in entry["names"]]
+        keys = [(n, counts[n] > 1 and tuple(place)) for n, place in zip(entry["names"], entry["places"], strict=True)]
+        if missing := sorted({key[0] for key, n in Counter(keys).items() if n > (key in left)}):
+            names = ", ".join(missing[:3])
+            raise ValueError(f"the state belongs to other pairs: {names} (or their parameters were in another order)")
+        own = [left.pop(key) for key in keys]
         s = Stack(own, entry["flipped"], entry["group"])
         new = new_state(s) if entry["state"] else {}
         shapes, wanted = ({name: tuple(v.shape) for name, v in state.items()} for state in (entry["state"], new))
@@ -240,6 +250,6 @@ def restored(
                 f"the state of pairs has {shapes} where this optimiser has {wanted}: it is of another version, another "
                 "rank, or another model; set ranks, lora_alpha and rslora as they were, or make a new optimiser"
             )
-        s.state, s.steps = {k: v.to(new[k].device) for k, v in entry["state"].items()}, entry["steps"]
+        s.state, s.steps = {k: v.to(new[k]) for k, v in entry["state"].items()}, entry["steps"]
         found.append(s)
     return found
