@@ -18,6 +18,7 @@ from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
 from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
 from quotient_manifolds.symmetries.examination import examine_model
+from quotient_manifolds.symmetries.lora import zero_norm
 from quotient_manifolds.symmetries.modules import plain_class, plain_names, to_device
 from quotient_manifolds.symmetries.pairs import CHANGES
 from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
@@ -89,7 +90,8 @@ class BatchLoss:
         if not space.world.all(finite(self.base_gradient)):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
-                f"{self.base:.6g}; check the model and loss_fn for a square root or logarithm at zero"
+                f"{self.base:.6g}; "
+                f"{zero_norm(space.model) or 'check the model and loss_fn for a square root or logarithm at zero'}"
             )
 
     def __call__(self, xi: Tensor | None, out: Tensor | None = None) -> float:
@@ -131,7 +133,8 @@ class BatchLoss:
         distance = 0.0 if xi is None else self.space.norm(xi)
         if distance == 0:
             raise ValueError(
-                f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
+                f"the loss of batch {self.index} is {value}; "
+                f"{zero_norm(self.space.model) or 'look for NaN in the data, or labels out of range'}"
             )
         raise RadiusError(
             f"the loss of batch {self.index} became {'NaN' if math.isnan(value) else 'infinite'} at a distance of "
@@ -257,7 +260,8 @@ def _check_first(
             pairs = _examined(model, objective, batch, remarks)
             loss = check_coverage(model, run, pairs)
     if not math.isfinite(loss):
-        raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
+        why = zero_norm(model) or "a sharpness needs a finite loss to start from"
+        raise ValueError(f"the loss of batch 0 is {loss}; {why}")
     return loss, pairs
 
 

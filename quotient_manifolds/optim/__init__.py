@@ -49,7 +49,8 @@ def create_quotient_lora_optimizer(
         :class:`QuotientMuon` beside AdamW, which is a starting point. Vectors and biases do not decay.
     others : {"adamw", "muon"}
         What trains parameters outside pairs. With ``"muon"``, ``torch.optim.Muon`` trains the weights of linear layers,
-        except embeddings and the last layer, at AdamW's rate (``adjust_lr_fn="match_rms_adamw"``), and AdamW the rest.
+        except embeddings and the last layer, at AdamW's rate (``adjust_lr_fn="match_rms_adamw"``) and with its own
+        momentum and ε, and AdamW the rest.
     **options
         ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and other options of the optimiser.
 
@@ -62,9 +63,13 @@ def create_quotient_lora_optimizer(
     ValueError
         There is no trainable adapter, an adapter is unknown, or this torch (before 2.9) has no Muon.
 
+    Warnings
+    --------
+    Do not average the factors over steps (EMA, SWA, means of checkpoints): see :class:`QuotientAdam`.
+
     Notes
     -----
-    With ``Trainer`` of transformers, clip in the optimiser and not in the trainer::
+    With ``Trainer`` of transformers, which clips by default, clip in the optimiser and not in the trainer::
 
         optimizer = create_quotient_lora_optimizer(model, lr=2e-4, max_grad_norm=1.0)
         Trainer(model, TrainingArguments(..., max_grad_norm=0), optimizers=(optimizer, None))

@@ -63,7 +63,8 @@ class QuotientAdam(QuotientOptimizer):
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
-        transformers' ``Trainer`` (where ``max_grad_norm=0`` turns it off), makes the run depend on the representative.
+        transformers' ``Trainer`` (to 1 by default; ``max_grad_norm=0`` turns it off), makes the run depend on the
+        representative.
 
     Raises
     ------
@@ -71,8 +72,15 @@ class QuotientAdam(QuotientOptimizer):
         An option is out of range; no pair is among the parameters; the parameters of a pair lie in several groups or
         are incomplete; both factors of a pair lack full rank; parameters are sharded.
 
+    Warnings
+    --------
+    Do not average factors over steps (EMA, SWA, ``AveragedModel``, means of checkpoints): now and then a step turns a
+    pair to other factors of the same product, so that an average mixes two gauges. Average products.
+
     Notes
     -----
+    A pair whose gradient is zero in both factors, such as an expert without tokens, stays as it is, moments too.
+
     Kingma and Ba (2015); Loshchilov and Hutter (2019) for the decay. LoRA-RITE (Yen et al., 2024) also keeps a matrix
     second moment in a basis of the other factor and projects it onto the next basis. It has no second moment per row,
     adds what the projection loses as a multiple of the identity, and averages directions instead of gradients.
@@ -172,6 +180,10 @@ class QuotientMuon(QuotientOptimizer):
     ValueError
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
 
+    Warnings
+    --------
+    As for :class:`~quotient_manifolds.optim.QuotientAdam`: do not average factors over steps (EMA, SWA).
+
     Notes
     -----
     Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
@@ -252,7 +264,7 @@ class QuotientSGD(QuotientOptimizer):
     lr : float
         η.
     momentum : float
-        μ.
+        μ, as it is at each step.
     weight_decay : float
         λ, decoupled: every step multiplies the product of a pair, and any other parameter, by 1 - ηλ.
 
@@ -260,6 +272,10 @@ class QuotientSGD(QuotientOptimizer):
     ------
     ValueError
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+
+    Warnings
+    --------
+    As for :class:`~quotient_manifolds.optim.QuotientAdam`: do not average factors over steps (EMA, SWA).
 
     Notes
     -----

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio, finite, in_double
+from ..symmetries.lora import zero_norm
 from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
@@ -126,9 +127,11 @@ def orientation(pair: SymmetricPair) -> bool | None:
 def explain(running: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoReturn:
     """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
     if not all(bool(full(bad := g).isfinite().all()) for g in gradients.values()):
+        models = dict.fromkeys(p.model for s in running for p in s.given if p.model is not None)
+        why = next(filter(None, map(zero_norm, models)), "")
         raise ValueError(
             f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
-            "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
+            f"changed; {why or 'check the loss, lower the learning rate, or train in bfloat16 or float32'}"
         )
     for s in running:
         if bool((unsound := ~s.sound()).any()):

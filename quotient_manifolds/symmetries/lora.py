@@ -74,6 +74,20 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
             yield layer, name, getattr(*B)
 
 
+def zero_norm(model: nn.Module) -> str:
+    """Say which layer has a zero row, by whose norm DoRA divides, which gives NaN; empty if none has."""
+    plain = plain_names(model)
+    for path, m in model.named_modules():
+        magnitudes: Any = m.lora_magnitude_vector.items() if is_lora(m) else ()
+        for name, magnitude in magnitudes:  # parameters, or modules that have one
+            if bool((getattr(magnitude, "weight", magnitude) == 0).any()):
+                return (
+                    f"DoRA (adapter {name!r}) divides by the norm of a row of {plain(path)!r}, and one is 0; leave "
+                    "this layer out of target_modules, or set use_dora=False"
+                )
+    return ""
+
+
 def adapter_of(name: str) -> str | None:
     """Return the adapter to which a parameter of this name belongs: as factor, bias, magnitude, saved module, token."""
     kinds = "lora_(?:embedding_)?[AB]|lora_magnitude_vector|modules_to_save|trainable_tokens_delta"

@@ -228,6 +228,36 @@ def test_resuming_is_exact(kind, dtype):
         assert torch.equal(a, b)
 
 
+def two_models(order=(0, 1)):
+    """An optimiser of two models whose pairs have equal names, which are given in one order or the other."""
+    models = [lora(), lora()]
+    pairs = [p for i in order for p in adapter_pairs(models[i])]
+    return models, QuotientAdam([p for m in models for p in trainable(m)], pairs, 1e-2)
+
+
+def test_pairs_of_equal_names_resume_by_their_parameters():
+    """They took the state in the order of the pairs: moments of one model went to the other."""
+    models, optimizer = two_models()
+    again, resumed = two_models((1, 0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (loss_of(models[0]) + loss_of(models[1], y=Y.flip(0))).backward()
+        optimizer.step()
+    resumed.load_state_dict(optimizer.state_dict())
+    for there, here in zip(again, models, strict=True):
+        there.load_state_dict(here.state_dict())
+        for p, q in zip(trainable(there), trainable(here), strict=True):
+            p.grad = q.grad.clone()
+    optimizer.step()
+    resumed.step()
+    assert max(map(apart, models, again)) == 0
+    saved = optimizer.state_dict()
+    for entry in saved["stacks"]:
+        entry["places"] = [(i + 1, offset) for i, offset in entry["places"]]
+    with pytest.raises(ValueError, match=r"belongs to other pairs: .* \(or their parameters were in another order\)"):
+        resumed.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("kind", ["adam", "muon"])
 def test_pickled_and_copied_optimisers_go_on(kind):
     model = lora()
@@ -757,11 +787,15 @@ def test_no_copy_of_other_weights_off_the_cpu(monkeypatch):
     assert (9, 20) in copies
 
 
+@pytest.mark.parametrize("make", [QuotientAdam, QuotientMuon, QuotientSGD])
+def test_an_optimiser_without_pairs_says_who_finds_them(make):
+    with pytest.raises(ValueError, match=r"no pair .*; create_quotient_lora_optimizer\(model, lr=…\) finds those of"):
+        make(trainable(lora()), lr=1e-3)
+
+
 def test_bad_input():
     model = lora()
     params = trainable(model)
-    with pytest.raises(ValueError, match="no pair"):
-        QuotientAdam(params, [])
     with pytest.raises(ValueError, match="no LoRA adapter of peft with two trainable factors"):
         create_quotient_lora_optimizer(nn.Linear(2, 2), lr=1e-3)
     with pytest.raises(ValueError, match="no layer has an adapter 'nobody'; there are default"):
@@ -823,13 +857,18 @@ def test_half_a_gradient_is_an_error():
         optimizer.step()
 
 
+@pytest.mark.parametrize("absent", ["None", "zero"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pair_without_gradient_stays_as_it_is(kind):
-    """Beside another of the same shape, which takes the steps that it would take alone, and joins it later."""
+def test_a_pair_without_gradient_stays_as_it_is(kind, absent):
+    """Beside another of the same shape, which takes the steps that it would take alone, and joins it later.
+
+    Muon moved an expert without tokens, whose gradient is 0, by full steps of its old moment.
+    """
 
     def run(sizes, without):
         torch.manual_seed(0)
         factors = [nn.Parameter(torch.randn(n, 2)) for n in (5, 4, 5, 4)]
+        factors[3].data[:, 1] = factors[3].data[:, 0] + 1e-3  # crooked, of which nothing is said
         pairs = [factor_pair(*factors[i : i + 2], name=f"pair {i}") for i in (0, 2)]
         model = nn.ParameterList(factors[:sizes])
         optimizer = optimizer_of(model, kind, pairs=pairs[: sizes // 2], weight_decay=0.1, max_grad_norm=0.1)
@@ -838,17 +877,38 @@ def test_a_pair_without_gradient_stays_as_it_is(kind):
             optimizer.zero_grad()
             products = [G @ H.mT for G, H in zip(model[::2], model[1::2], strict=True)]
             sum(P.sin().sum() for P in (products[:1] if step in without else products)).backward()
+            for p in model:
+                p.grad = torch.zeros_like(p) if p.grad is None and absent == "zero" else p.grad
             optimizer.step()
             ends.append([p.detach().clone() for p in model])
         return optimizer, ends
 
-    optimizer, found = run(4, range(3))
-    assert len(optimizer.state_dict()["stacks"]) == 1
+    optimizer, found = run(4, (0, 1, 2, 4))
+    (state,) = (s["state"] for s in optimizer.state_dict()["stacks"])
+    assert "step" not in state or state["step"].tolist() == [6, 2]
     _, alone = run(2, ())
     for step in range(3):
         assert torch.equal(found[step][2], found[0][2])
         assert all(torch.allclose(p, q, atol=1e-12) for p, q in zip(found[step][:2], alone[step], strict=True))
     assert not torch.equal(found[3][2], found[0][2])
+    assert all(torch.equal(p, q) for p, q in zip(found[3][2:], found[4][2:], strict=True))
+    assert not torch.equal(found[5][2], found[4][2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_zero_gradient_leaves_the_whole_state(kind):
+    model = lora()
+    optimizer = optimizer_of(model, kind, weight_decay=0.1)
+    train(model, optimizer, 2, schedule=False)
+    before = [p.detach().clone() for p in trainable(model)] + tree_leaves(full_state(optimizer))
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    after = trainable(model) + tree_leaves(full_state(optimizer))
+    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+    trainable(model)[0].grad[0, 0] = 1e-20  # which is a gradient
+    optimizer.certify = False
+    optimizer.step()
+    assert not torch.equal(trainable(model)[0], before[0])
 
 
 def test_sharded_parameters_are_refused():
@@ -948,9 +1008,10 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("idle", [False, True], ids=["all", "some idle"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_kernels_does_not_grow_with_that_of_adapters(kind, dtype):
+def test_the_number_of_kernels_does_not_grow_with_that_of_adapters(kind, dtype, idle):
     counts = []
     for number in (10, 200):
         factors = [nn.Parameter(torch.randn(n, 2, dtype=dtype)) for _ in range(number) for n in (5, 4)]
@@ -958,8 +1019,8 @@ def test_the_number_of_kernels_does_not_grow_with_that_of_adapters(kind, dtype):
         optimizer = optimizer_of(nn.ParameterList(factors), kind, pairs=pairs, weight_decay=0.1)
         optimizer.certify = False
         for _ in range(2):  # in the first step crooked pairs move to another gauge
-            for p in factors:
-                p.grad = torch.randn_like(p)
+            for i, p in enumerate(factors):
+                p.grad = torch.randn_like(p) if i % 8 > 1 or not idle else torch.zeros_like(p)
             with Kernels() as kernels:
                 optimizer.step()
         counts.append(kernels.count)
@@ -1074,6 +1135,38 @@ def test_hidden_matrices_outside_pairs_move_as_by_muon(kind):
         assert torch.equal(p, twin)
     with pytest.raises(ValueError, match='others must be "adamw", or "muon"'):
         create_quotient_optimizer(model, others="sgd", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"betas": (0.8, 0.99), "eps": 1e-6}], ids=["default", "of AdamW"])
+def test_schedules_of_momentum_cycle_that_of_muon(options):
+    """They cycled the first beta of AdamW, which trains the other parameters, and keeps its own options."""
+    torch.manual_seed(0)
+    G, H, mine = (nn.Parameter(torch.randn(n, 2)) for n in (4, 3, 5))
+    optimizer = QuotientMuon([G, H, mine], [factor_pair(G, H)], lr=0.02, **options)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=9, base_momentum=0.6, max_momentum=0.7)
+    (group,) = optimizer.param_groups
+    assert (group["momentum"], group.get("betas"), optimizer.defaults["momentum"]) == (0.7, options.get("betas"), 0.9)
+    twin = nn.Parameter(mine.detach().clone())
+    adamw = torch.optim.AdamW([twin], group["lr"] * (1 / 20), weight_decay=0.0, **options)
+    for _ in range(3):
+        for p in (G, H, mine):
+            p.grad = torch.randn_like(p)
+        twin.grad = mine.grad.clone()
+        optimizer.certify = False
+        optimizer.step()
+        adamw.step()
+    assert torch.equal(mine, twin)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("lr", float("nan")), ("momentum", 1.0), ("max_grad_norm", 2.0)])
+def test_options_are_checked_again_at_every_step(name, wrong):
+    """Schedules and users change those of a group; a rate that was no number reached the weights."""
+    model = lora(targets=("0",), modules_to_save=["2"])
+    optimizer = create_quotient_lora_optimizer(model, lr=0.02, optimizer="muon")
+    loss_of(model).backward()
+    optimizer.param_groups[-1][name] = wrong
+    with pytest.raises(ValueError, match=name):
+        optimizer.step()
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")

@@ -756,6 +756,96 @@ def test_adapters_without_a_pair_are_looked_for_too():
         optimizer.step()
 
 
+def hotswapped(model, folder):
+    hotswap = pytest.importorskip("peft.utils.hotswap")
+    lora(lora_alpha=40).save_pretrained(folder)
+    hotswap.hotswap_adapter(model, folder, adapter_name="default")
+
+
+def layers_of(model):
+    return [m for m in model.modules() if hasattr(m, "set_scale")]
+
+
+@pytest.mark.parametrize("change", [
+    hotswapped,
+    lambda model, _: [m.set_scale("default", 3.0) for m in layers_of(model)],
+    lambda model, _: layers_of(model)[1].scale_layer(3.0),
+], ids=["hotswap_adapter", "set_scale", "scale_layer"])  # fmt: skip
+def test_changed_scales_need_a_new_optimiser(change, tmp_path):
+    """Steps of the adapted weights were longer by the ratio of the scales."""
+    model = lora()
+    pairs = adapter_pairs(model)
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    change(model, tmp_path)
+    loss_of(model).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    for stale in (optimizer, QuotientAdam(trainable(model), pairs, 1e-2)):
+        with pytest.raises(ValueError, match=r"adapter 'default' has the scale \S+, but its pair has 2: hotswap"):
+            stale.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    by_hand(model).step()
+    for m in layers_of(model):
+        m.scaling["default"] = 2.0  # it may change between two steps
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_the_state_follows_a_model_to_another_dtype(kind, dtype):
+    """Weights in double precision were rounded to single at every step; moments of AdamW ended in an error."""
+    model = with_head().float()
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind)
+    train(model, optimizer, 2, schedule=False)
+    twin = copy.deepcopy(model).to(dtype)
+    resumed = create_quotient_lora_optimizer(twin, lr=1e-2, optimizer=kind)
+    resumed.load_state_dict(optimizer.state_dict())
+    model.to(dtype)
+    for m, o in ((model, optimizer), (twin, resumed)):
+        o.zero_grad()
+        train(m, o, 3, schedule=False)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    wanted = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {s["state"]["moment G"].dtype for s in optimizer.state_dict()["stacks"]} == {wanted}
+    if dtype == torch.float64:
+        assert all(bool((p != p.float()).any()) for p in trainable(model))
+
+
+def test_a_zero_row_under_dora_is_named():
+    """DoRA divides by its norm; the advice was about learning rates and square roots."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 3))
+    net[0].weight.data[2] = 0
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "1"], use_dora=True))
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    words = r"; DoRA \(adapter 'default'\) divides by the norm of a row of 'base_model.model.0', and one is 0; leave"
+    model(X).square().mean().backward()
+    with pytest.raises(ValueError, match=f"NaN or infinite entries; no weight was changed{words}"):
+        optimizer.step()
+    for measure in ("euclidean", "geodesic-inv"):
+        with pytest.raises(ValueError, match=f"loss of batch 0 is nan{words}"):
+            sharpness.evaluate(model, [X], lambda m, x: m(x).square().mean(), measure=measure)
+
+
+def test_clipping_the_gradients_of_factors_breaks_what_that_of_the_optimiser_keeps():
+    """As the Trainer does by default, of which the docs warn."""
+    far = []
+    for outside in (False, True):
+        one = lora()
+        two = moved(one)
+        for model in (one, two):
+            optimizer = optimizer_of(model, "sgd", max_grad_norm=None if outside else 0.1)
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                if outside:
+                    nn.utils.clip_grad_norm_(trainable(model), 0.1)
+                optimizer.step()
+        far.append(apart(one, two))
+    assert far[0] < 1e-8 < 1e-4 < far[1]
+
+
 class Around(nn.Module):
     """What a library may put around a layer, after the optimiser was made."""
 

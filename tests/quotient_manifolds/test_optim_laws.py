@@ -496,3 +496,26 @@ def test_what_is_too_small_becomes_zero(size):
     S = size * torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
     assert not inverse_root(S).any()
     assert inverse_root(S + 1e-39 * torch.eye(3, dtype=torch.float64)).diagonal(dim1=-2, dim2=-1).all()
+
+
+@pytest.mark.parametrize("momenta", [(0.5, 0.95), (0.9, 0.0, 0.9)], ids=str)
+def test_a_schedule_of_momentum_follows_the_rule_of_gradient_descent(momenta):
+    """m ← μ m + ∇ with the μ of now; the mean that was kept jumped by (1 - μ) / (1 - μ'), here by ten.
+
+    While H stays, so does the metric of G, and steps are multiples of one gradient.
+    """
+    torch.manual_seed(0)
+    G, H = (nn.Parameter(torch.randn(n, 2)) for n in (9, 7))
+    optimizer = QuotientSGD([G, H], [factor_pair(G, H)], lr=1e-6, momentum=momenta[0])
+    optimizer.certify = False
+    G.grad, H.grad = torch.randn(9, 2), torch.zeros(7, 2)
+    multiple, lengths, wanted = 0.0, [], []
+    for momentum in (m for m in momenta for _ in range(4)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        before = G.detach().clone()
+        optimizer.step()
+        multiple = momentum * multiple + 1
+        lengths.append(float((G.detach() - before).norm()))
+        wanted.append(multiple)
+    for length, m in zip(lengths, wanted, strict=True):
+        assert length / lengths[0] == pytest.approx(m, rel=1e-6)  # of weights a million times as large
