@@ -177,6 +177,29 @@ def trained_by_trainer(folder, size):
     return training.model
 
 
+def spoilt(rank, size):
+    """What this process says of NaN in the last one's copy of a gradient that all have whole, and whether weights stay.
+
+    It is that of a bias outside pairs, and of a factor of the adapter that is not sharded.
+    """
+    found = []
+    for name in ("0.base_layer.bias", "2.lora_B.default.weight"):
+        model = of_one_shape("part", torch.float64)
+        whole = model.get_parameter(f"base_model.model.{name}").requires_grad_()
+        shard(model, "part", size)
+        optimizer = optimizer_of(model, "part", "adam")
+        loss(model, "part", X, Y).backward()
+        whole.grad.view(-1)[0] += torch.nan if rank == size - 1 else 0
+        before, words = weights(model), ""
+        try:
+            optimizer.step()
+        except ValueError as error:
+            words = str(error)
+        after = weights(model)
+        found.append((words, all(torch.equal(before[name], after[name]) for name in before)))
+    return found
+
+
 def halves(way, dtype, size):
     """In how many halves of the steps two processes train, or four.
 
@@ -219,6 +242,7 @@ def work(folder):
         optimizer.load_state_dict(saved["optimizer"])
         trained(model, optimizer, way, range(10), rank, size)
         ends[way, kind, dtype, "resumed"] = weights(model), 0
+    ends["spoilt"] = spoilt(rank, size)
     ends["trainer"] = weights(trained_by_trainer(folder, size))
     torch.save(ends, f"{folder}/{size}-{rank}.pt")
     dist.barrier()

@@ -228,7 +228,8 @@ class QuotientOptimizer(Optimizer):
     def _is_sound(self, running: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
-        numbers = [g.sum(dtype=at_least_float32(g.dtype)) for g in self._shards.once(outside.values())]
+        parts = self._shards.once(outside.values(), copies=True)
+        numbers = [g.sum(dtype=at_least_float32(g.dtype)) for g in parts]
         numbers += [s.sizes if s.straight else s.sizes / s.sound().all() for s in running]
         total = self._shards.sum(numbers)
         if not on_cpu(total):

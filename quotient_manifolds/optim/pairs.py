@@ -126,11 +126,12 @@ def orientation(pair: SymmetricPair) -> bool | None:
 
 def explain(running: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoReturn:
     """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
-    if not all(bool(full(bad := g).isfinite().all()) for g in gradients.values()):
+    wrong = [g.shape for g in gradients.values() if not bool(full(g).isfinite().all())]  # by all processes together
+    if wrong:
         models = dict.fromkeys(p.model for s in running for p in s.given if p.model is not None)
         why = next(filter(None, map(zero_norm, models)), "")
         raise ValueError(
-            f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
+            f"the gradient of a parameter of shape {tuple(wrong[0])} has NaN or infinite entries; no weight was "
             f"changed; {why or 'check the loss, lower the learning rate, or train in bfloat16 or float32'}"
         )
     for s in running:

@@ -109,12 +109,12 @@ class ShardedPairs:
                     found[p] = torch.zeros_like(p) if some else None
         return {p: g for p, g in found.items() if g is not None}
 
-    def once(self, tensors: Iterable[Any]) -> Iterator[Tensor]:
-        """List parts of tensors such that all processes together have each of their entries once."""
+    def once(self, tensors: Iterable[Any], *, copies: bool = False) -> Iterator[Tensor]:
+        """List parts of tensors such that all processes together have each of their entries once, or every copy."""
         for t in tensors:
             ours = _over(t) in self._over
             part = t.to_local() if ours else full(t)
-            if ours or self.rank == 0:
+            if ours or copies or self.rank == 0:
                 yield part
 
     def gather(self, gradients: Mapping[Any, Any]) -> tuple[dict[Any, Tensor], Mapping[Any, Tensor]]:

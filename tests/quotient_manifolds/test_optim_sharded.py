@@ -63,6 +63,15 @@ def test_a_trainer_trains_alike(ends, tmp_path):
         assert far(wanted, found["trainer"]) < 1e-10
 
 
+def test_all_processes_refuse_what_one_of_them_cannot_use(ends):
+    """NaN in one process's copy of a gradient that is not sharded, though others are."""
+    for (size, rank), found in ends.items():
+        for words, stays in found["spoilt"]:
+            assert stays
+            assert words.endswith("no weight was changed") or "no weight was changed; check the loss" in words
+            assert ("NaN" in words) == (rank == size - 1)
+
+
 def test_pairs_of_one_shape_are_sharded_before_the_optimiser_is_made_or_all():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
