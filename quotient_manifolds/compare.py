@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
 from .symmetries.blocks import masks
 from .symmetries.discovery import find_symmetric_pairs
+from .symmetries.modules import check_whole
 from .symmetries.pairs import SymmetricPair
 from .symmetries.stacks import stacks
 from .symmetries.whole import Wiring, align_models, canonical_form
@@ -122,6 +123,8 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mod
     """
     if metric not in ("inv", "mix") or modulo not in ("heads", "all"):
         raise ValueError(f'metric must be "inv" or "mix", modulo "heads" or "all", got {metric!r} and {modulo!r}')
+    for model in (one, other):
+        check_whole(model)
     if modulo == "all":
         return _aligned_distance(one, other, metric)
     both = (find_symmetric_pairs(model, include_frozen=True) for model in (one, other))

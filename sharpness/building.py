@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import masks
-from quotient_manifolds.symmetries.modules import check_model, is_point, is_sharded, plain_names
+from quotient_manifolds.symmetries.modules import check_whole, is_point, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.points import point_pairs
 from quotient_manifolds.symmetries.registry import unknown_attention
@@ -39,20 +39,13 @@ def trainable(model: nn.Module, *, whole: bool = True) -> dict[str, nn.Parameter
 
     Unless they must be whole, parameters may be sharded by FSDP2.
     """
-    check_model(model)
+    check_whole(model, or_rows=not whole)
     found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
-    for name, p in model.named_parameters():
-        if is_sharded(p) and (whole or not hasattr(p, "placements")):
-            raise ValueError(
-                f"parameter {name!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are needed here; "
-                "gather the model on one device, or load the whole checkpoint (evaluate and gradient_norm measure what "
-                "FSDP2's fully_shard sharded)"
-            )
     devices = {p.device for p in found.values()}
     if len(devices) > 1 or any(d.type == "meta" for d in devices):  # where there are no numbers
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import in_double
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import Block
-from quotient_manifolds.symmetries.modules import is_point, is_sharded, plain_names, pointing_to
+from quotient_manifolds.symmetries.modules import check_whole, is_point, is_sharded, plain_names, pointing_to
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.registry import candidates, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
@@ -142,9 +142,8 @@ def along(
     """Return the weights of a model's representative, and a function from t to those at t, for :func:`pointing_to`."""
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
+    check_whole(model)
     parameters = named_weights(model)
-    if any(is_sharded(p) for p in parameters.values()):
-        raise ValueError("a sharded model cannot be moved along a direction; load the whole checkpoint")
     for name, v in direction.tensors.items():
         if name not in parameters or parameters[name].shape != v.shape:
             raise ValueError(

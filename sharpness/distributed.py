@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
+import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_class
+from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_class, reshard
 
 from .errors import RemoteError
 
@@ -62,6 +64,13 @@ class World:
     def all(self, what: bool) -> bool:
         """Return whether something holds on every process."""
         return all(self._exchange(what))
+
+    def alike(self, batches: Iterable[T]) -> Iterator[T]:
+        """Iterate over batches, of which all processes must have the same at the same time."""
+        for index, batch in enumerate(itertools.chain(batches, [self])):
+            check_alike(self._exchange({} if batch is self else {f"batch {index}": checksum(batch)}))
+            if batch is not self:
+                yield batch
 
     @contextmanager
     def together(self) -> Iterator[list[Any]]:
@@ -110,6 +119,28 @@ class World:
         return everybody
 
 
+def checksum(batch: Any, start: int = 0) -> int:
+    """Compute a checksum of the tensors and texts of a batch."""
+    if isinstance(batch, (Mapping, list, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            start = checksum(part, start)
+    elif isinstance(batch, str):
+        start = zlib.crc32(batch.encode(), start)
+    elif isinstance(batch, Tensor) and batch.layout == torch.strided and batch.device.type != "meta":
+        start = zlib.crc32(batch.detach().cpu().resolve_conj().flatten().view(torch.uint8).numpy(), start)
+    return start
+
+
+def check_alike(parts: Sequence[Mapping[str, int]]) -> None:
+    """Raise if processes hold other batches or weights than each other, by their checksums."""
+    for name in {name: None for part in parts for name in part}:
+        if len({part.get(name) for part in parts}) > 1:
+            raise ValueError(
+                f"{name} is not the same on all processes; give all of them the same weights, and all batches in one "
+                "order, without a DistributedSampler and with one seed for a shuffle: evaluate deals them out itself"
+            )
+
+
 def _is_lost(error: Exception) -> bool:
     """Whether the communication library says that the connection to another process is lost."""
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or bool(_LOST.search(str(error))))
@@ -143,13 +174,6 @@ def torchrun(device: torch.device) -> Iterator[dist.ProcessGroup | None]:
         dist.destroy_process_group()
 
 
-def reshard(model: nn.Module) -> None:
-    """Let no module keep weights that FSDP2 has gathered: what is written to the shards would not be seen."""
-    for m in model.modules():
-        if hasattr(m, "reshard"):
-            m.reshard()  # type: ignore[operator]
-
-
 def is_sharded_model(model: nn.Module) -> bool:
     """Return whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
     check_model(model)
@@ -157,8 +181,8 @@ def is_sharded_model(model: nn.Module) -> bool:
     return any(type(p).__name__ == "DTensor" for p in model.parameters())
 
 
-def check_sharded(model: nn.Module) -> None:
-    """Refuse models that cannot be measured while sharded."""
+def world_of(model: nn.Module) -> World:
+    """Return the processes over which a model is sharded; refuse models that cannot be measured while sharded."""
     mesh: Any = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
     for name, p in model.named_parameters():
         placements: Sequence[Any] = getattr(p, "placements", ())
@@ -188,6 +212,7 @@ def check_sharded(model: nn.Module) -> None:
                     f"fully_shard of {name or 'the model'!r} has {kind}={cast} in its mixed-precision policy, which "
                     "loses small changes; measure it without"
                 )
+    return World(mesh.get_group())
 
 
 def twin_of(module: nn.Module, parameters: Mapping[Tensor, Any], twins: dict[nn.Module, nn.Module]) -> nn.Module:

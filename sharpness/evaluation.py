@@ -24,7 +24,7 @@ from quotient_manifolds.symmetries.modules import plain_class, preserve_model_st
 from .ascent import ASCENTS
 from .curvature import HessianOperator
 from .direction import Direction
-from .distributed import World, is_sharded_model
+from .distributed import World, checksum, is_sharded_model
 from .errors import blocks
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
@@ -75,8 +75,9 @@ def evaluate(
     progress : bool
         Show a progress bar; where there is no terminal, once a minute.
     group : ProcessGroup, optional
-        Spread the batches over these processes; each returns the whole result, but the worst directions that it found.
-        The processes of a sharded model share the examples of each batch instead.
+        Deal out the batches to these processes, each of which has the same weights and all batches, in one order, and
+        returns the whole result, but the worst directions that it found. The processes of a sharded model share the
+        examples of each batch instead.
     **search
         Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
 
@@ -90,7 +91,8 @@ def evaluate(
     UnknownAttentionError
         No handler knows a module that computes attention, and it could not be examined, but the measure divides it.
     ValueError
-        There is nothing to measure, the loss is NaN or random, or an argument is out of range.
+        There is nothing to measure, the loss is NaN or random, an argument is out of range, or processes hold other
+        batches or weights than each other.
     RemoteError
         Another process of the group failed.
 
@@ -176,11 +178,15 @@ def _evaluate(
     if sharded and keep:
         raise ValueError("a sharded model keeps no directions, which are as large as it is; leave keep_directions out")
     if sharded and statistic == "Hessian":
-        raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
+        raise ValueError(
+            "the Hessian of a sharded model is not measured: FSDP2 has no second derivatives; load it whole"
+        )
     world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
     starts = search.restarts + 1 if statistic == "worst" else 0
     total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
     total *= {"worst": search.steps * starts, "average": search.num_samples}.get(statistic, 1)
+    weights = model.state_dict() if world.size > 1 else {}
+    contents = {f"{name!r} of the model": checksum(t) for name, t in weights.items()}
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
     state = preserve_model_state(model)
@@ -192,6 +198,8 @@ def _evaluate(
         attached_space(model, batches, measure, objective, pairs) as (space, numbered),
     ):
         for index, batch in numbered:
+            if world.size > 1:
+                contents[f"batch {index}"] = checksum(batch)
             if not world.owns(index):
                 continue
             loss = BatchLoss(space, objective, batch, index)
@@ -220,7 +228,7 @@ def _evaluate(
                 results.append(best)
                 if direction is not None:
                     directions[index, rho] = direction
-        shares.append((results, *space.evidence.missing()))
+        shares.append((results, *space.evidence.missing(), contents))
     results, uncertified, remarks = collected(space, shares)
     results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(

@@ -26,7 +26,7 @@ from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.symmetries.stacks import PairList
 
 from .building import named_weights, trainable
-from .distributed import is_sharded_model
+from .distributed import check_alike, is_sharded_model, world_of
 from .losses import Objective, count_examples, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .sharded import ShardedSpace
@@ -216,9 +216,10 @@ def attached_space(
         raise ValueError(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
-    make = partial(ShardedSpace if is_sharded_model(model) else WeightSpace, model)
+    sharded = is_sharded_model(model)
+    make = partial(ShardedSpace if sharded else WeightSpace, model)
     with torch.inference_mode(False), torch.enable_grad():
-        stream = iter(batches)
+        stream = world_of(model).alike(batches) if sharded else iter(batches)
         first = next(stream, stream)  # an end is told by what no batch can be
         if first is stream:
             raise ValueError("batches is empty; pass at least one batch")
@@ -254,7 +255,10 @@ def _check_first(
         if given:
             _warn(f"outside of the pairs that were given, {error}", remarks)
             loss = run()
-        elif not may_examine or pairs is not None:
+        elif not may_examine:
+            how = "a sharded model is not examined, so pass pairs=find_symmetric_pairs(model, batch=batch) of before"
+            raise UnknownAttentionError(error.path, error.cls, f"{error.call}; {how} fully_shard") from error
+        elif pairs is not None:
             raise
         else:
             pairs = _examined(model, objective, batch, remarks)
@@ -323,8 +327,9 @@ def _at_canonical_form(
             "wiring, or use the measure 'geodesic-inv'"
         )
     assert space.form is not None
-    inside_pairs = {p for pair in space.form.pairs if pair.group is not None for p in pair.parameters()}
-    if not space.form.wired and any(p.requires_grad and p not in inside_pairs for p in model.parameters()):
+    divided = [b for pair in space.form.pairs if pair.group is not None for b in pair.G + pair.H]
+    inside_pairs = {getattr(b.module, b.attribute) for b in divided}  # of a sharded model perhaps a few rows
+    if not space.form.wired and not inside_pairs.issuperset(space.parameters.values()):
         _warn(
             f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
             "its heads and key biases alone, and other symmetries move the result; describe it with "
@@ -346,10 +351,11 @@ def _warn(text: str, remarks: list[str]) -> None:
 
 
 def collected(
-    space: WeightSpace, shares: list[tuple[list[T], set[str], set[str]]]
+    space: WeightSpace, shares: list[tuple[list[T], set[str], set[str], Mapping[str, int]]]
 ) -> tuple[list[T], int, tuple[str, ...]]:
     """Join the processes' results, pairs that nothing certifies, and weights without a gradient; say all remarks."""
-    everything, uncertified, unreached = zip(*shares, strict=True)
+    everything, uncertified, unreached, contents = zip(*shares, strict=True)
+    check_alike(contents)
     lost, remarks = set.intersection(*unreached), list(space.remarks)
     if lost:
         sizes = {name: p.numel() for name, p in space.parameters.items()}

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import finite, in_double
 from quotient_manifolds.optim.sharded import exchange
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
-from quotient_manifolds.symmetries.modules import is_sharded
+from quotient_manifolds.symmetries.modules import is_sharded, reshard
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import State, canonical_form
 
 from .building import build_blocks, divide
-from .distributed import World, check_sharded, reshard, twin_of
+from .distributed import twin_of, world_of
 from .measures import Measure
 from .points import WeightBlock
 from .space import WeightSpace
@@ -55,9 +55,8 @@ class Shards:
 
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
-        check_sharded(model)
         self.of: dict[Tensor, Any] = {}
-        self.world = World(next(p for p in model.parameters() if is_sharded(p)).device_mesh.get_group())  # type: ignore[attr-defined]
+        self.world = world_of(model)
         stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(p) for p in model.parameters()}
         self.twin = twin_of(model, stand_ins, {})
         self.owner: dict[Tensor, int] = {}
@@ -188,7 +187,7 @@ class ShardedSpace(WeightSpace):
         classes: bool = False,
     ) -> None:  # fmt: skip
         if measure.pair_block is not None:
-            raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
+            raise ValueError(f"{type(measure).__name__} works on whole models, and this one is sharded; load it whole")
         self._shards = shards = Shards(model)
         parameters = shards.twin.named_parameters()
         bad = next((name for name, p in parameters if not finite(shards.local(p))), None)

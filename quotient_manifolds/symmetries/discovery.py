@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved, output_gradients
 from .examination import examine_model
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .modules import Forward, Run, Wide, check_model, default_forward, is_point, plain_names, running_copy
+from .modules import Forward, Run, Wide, check_model, check_whole, default_forward, is_point, plain_names, running_copy
 from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
 from .points import point_pairs
 from .registry import handler_of
@@ -81,6 +81,8 @@ def find_symmetric_pairs(
     >>> sum(p.group.dimension for p in find_symmetric_pairs(layer))
     64
     """
+    if batch is not None:
+        check_whole(model)
     run = None if batch is None else functools.partial(forward, model, batch)
     found = _claimed(model, extra, run, key_bias, include_frozen)
     return found if batch is None else _certified(model, found, batch, forward)
@@ -212,7 +214,7 @@ def apply_random_symmetry_(
     """
     if not isinstance(condition, (int, float)) or not 1 <= condition < float("inf"):
         raise ValueError(f"a condition number is at least 1, got {condition!r}")
-    check_model(model)
+    check_whole(model)
     found = stacks(find_symmetric_pairs(model) if pairs is None else pairs)
     move_(found, condition, seed)
     return sum(map(len, found))
@@ -277,7 +279,7 @@ def verify(
     >>> [p.name for p in verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong]).failures]
     ['layers']
     """
-    check_model(model)
+    check_whole(model)
     extra = check_pairs(extra)
     with running_copy(model, batch, forward) as (twin, run):
         before = run()

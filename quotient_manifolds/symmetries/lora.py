@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..gauge import canonical_gauge
 from ..linalg import in_double
 from .blocks import GL, Block, block, outline
-from .modules import check_model, plain_names
+from .modules import check_model, check_whole, plain_names
 from .pairs import SymmetricPair, merged, usable
 from .stacks import PairList, without_sharing
 
@@ -283,6 +283,7 @@ def canonicalize_lora_(model: nn.Module) -> list[str]:
     >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
     True
     """
+    check_whole(model)
     done = []
     for pair in adapter_pairs(model, include_frozen=True):
         if pair.group is None or pair.thin or any(b.tensor.is_meta for b in pair.G + pair.H):

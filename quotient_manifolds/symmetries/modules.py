@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -26,11 +27,15 @@ Forward = Callable[[nn.Module, Any], Any]
 Run = Callable[..., list[Tensor]]
 #: Attributes of modules that are False meanwhile. Without the second, bitsandbytes packs a layer's 4-bit weights for
 #: inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through the
-#: layer, and its old weights no longer fit. With the third, gradients are sparse and have no derivatives.
+#: layer, and its old weights no longer fit. With the third, gradients are sparse and have no derivatives. With the
+#: last three, DDP waits in a pass for other processes, which do not make the same passes.
 _SWITCHES: dict[str, tuple[type, ...]] = {
     "training": (nn.Module,),  # not model.eval(): some merge weights then
     "support_avx512bf16_for_cpu": (nn.Module,),
     "sparse": (nn.Embedding, nn.EmbeddingBag),
+    **dict.fromkeys(
+        ("require_forward_param_sync", "require_backward_grad_sync", "static_graph"), (DistributedDataParallel,)
+    ),
 }
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
@@ -45,6 +50,26 @@ def check_model(model: object) -> None:
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
     return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let no module keep weights that FSDP2 has gathered: what is written to them is lost, or to shards is not seen."""
+    for m in model.modules():
+        if hasattr(m, "reshard"):
+            m.reshard()  # type: ignore[operator]
+
+
+def check_whole(model: nn.Module, *, or_rows: bool = False) -> None:
+    """Raise for anything but a torch module of which this process has all weights, or their rows by FSDP2."""
+    check_model(model)
+    reshard(model)
+    for name, p in model.named_parameters():
+        if is_sharded(p) and not (or_rows and hasattr(p, "placements")):
+            raise ValueError(
+                f"parameter {name!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are needed here; "
+                "do this before fully_shard, after which pairs that were found still hold, or on the whole checkpoint "
+                "(evaluate and gradient_norm measure what FSDP2's fully_shard sharded)"
+            )
 
 
 def is_point(p: Tensor) -> TypeGuard[Any]:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from .._geoopt import ManifoldParameter
 from ..manifold import MANIFOLDS
 from .discovery import find_symmetric_pairs
-from .modules import check_model
+from .modules import check_model, check_whole
 from .pairs import SymmetricPair, check_pairs
 from .points import FromPoints, Point, computed_weights
 from .stacks import PairStack, coverage, stacks
@@ -68,7 +68,7 @@ def manifold_parameters_(
     >>> type(layer.self_attn.in_proj_weight).__name__
     'Parameter'
     """
-    check_model(model)
+    check_whole(model)
     if metric not in MANIFOLDS:
         raise ValueError(f'metric must be "inv" or "mix", got {metric!r}')
     pairs = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)

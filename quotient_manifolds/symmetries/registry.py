@@ -249,7 +249,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     for path, module, call in uncovered(model, watch.calls, covered):
         reason = missed.get(plain(path))
         call = call if reason is None else f"{call}; of its examination: {reason}"
-        raise UnknownAttentionError(path or "(the model itself)", type(module), call)
+        raise UnknownAttentionError(path or "(the model itself)", plain_class(module), call)
     return result
 
 

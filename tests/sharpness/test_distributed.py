@@ -1,13 +1,15 @@
+import copy
 import json
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import sharpness
 from sharpness import cli
-from sharpness.distributed import World
+from sharpness.distributed import World, checksum
 from tests import spread
 from tests.processes import together
 
@@ -46,6 +48,53 @@ def test_a_process_that_fails_ends_the_run(failure, tmp_path):
     assert all(done.codes)  # nobody tells the first that the other is gone
     said = "process 1 failed with ValueError: the eighth pass failed" if failure == "error" else "another process"
     assert said in done.output[0]
+
+
+@pytest.fixture(scope="module")
+def in_a_group(tmp_path_factory):
+    """What both processes of a group say."""
+    folder = tmp_path_factory.mktemp("group")
+    done = together(2, spread.in_a_group, folder, folder=folder)
+    assert not any(done.codes), done.output
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_model_in_ddp_is_measured_like_its_module(in_a_group):
+    """DDP broadcasts buffers in every pass, and processes make other passes; also where one process alone measures."""
+    expected = pytest.approx(spread.said(spread.network(nn.BatchNorm1d(8)), spread.examples()), rel=1e-12)
+    assert in_a_group[0]["alone"] == expected
+    assert all([*found["DDP"], found["same"]] == [expected] * 3 for found in in_a_group)
+    expected = pytest.approx(spread.said(spread.network(), spread.examples()), rel=1e-10)
+    assert all(found["sharded, same"] == expected for found in in_a_group)
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    {
+        "shares": "batch 0", "order": "batch 0", "counts": "batch 5", "labels": "batch 2",
+        "weights": "'0.weight' of the model", "buffers": "'1.running_mean' of the model",
+    }.items(),
+)  # fmt: skip
+def test_processes_hold_the_same_batches_and_weights(in_a_group, what, name):
+    """Else half of the data would be measured, or a mixture of models; also where they share a sharded model."""
+    ways = [what, f"sharded, {what}"] if f"sharded, {what}" in in_a_group[0] else [what]
+    assert len(ways) == 1 + name.startswith("batch")
+    for way in ways:
+        for found in in_a_group:
+            assert found[way].startswith(f"{name} is not the same on all processes; give all of them"), found[way]
+
+
+def test_checksums_are_those_of_contents():
+    t = torch.arange(6.0).view(2, 3)
+    kinds = [
+        t, t.T, t.bfloat16(), t.bool(), torch.complex(t, t).conj(), t[:0], t[0, 1], t.sum(), {"x": t.int()}, ["a", "b"],
+    ]  # fmt: skip
+    sums = [checksum(kind) for kind in kinds]
+    assert sums == [checksum(copy.deepcopy(kind)) for kind in kinds]
+    assert len(set(sums)) == len(kinds)
+    assert checksum(t.T) == checksum(t.T.contiguous())
+    assert checksum([t, "a"]) != checksum(["a", t])
+    assert checksum([t.to_sparse(), t.to("meta"), 1]) == checksum([])  # what cannot be read counts for nothing
 
 
 def test_world_of_one():

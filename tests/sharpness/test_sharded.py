@@ -11,10 +11,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sharpness
-from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
+from quotient_manifolds.optim import canonicalize_lora_
+from quotient_manifolds.symmetries import (
+    UnknownAttentionError,
+    apply_random_symmetry_,
+    find_symmetric_pairs,
+    manifold_parameters_,
+    model_distance,
+    stacks,
+    verify,
+    whole,
+)
 from reproduction.additive import AdditiveMeasure
 from sharpness.sharded import ShardedSpace, ShardedState, Shards
-from tests import networks, sharded
+from tests import networks, sharded, training
 from tests.extent import EXHAUSTIVE
 from tests.processes import together
 
@@ -199,19 +209,64 @@ def test_what_is_refused():
     model = sharded.sharded(networks.vit())
     with pytest.raises(ValueError, match="the Hessian of a sharded model is not measured"):
         sharpness.hessian(model, [networks.images()])
-    with pytest.raises(ValueError, match="works on whole models only"):
+    with pytest.raises(ValueError, match="works on whole models, and this one is sharded; load it whole"):
         sharpness.evaluate(
             model, [networks.images()], progress=False,
             measure=AdditiveMeasure("additive", pair_metric="inv", rho=0.1),
         )  # fmt: skip
-    direction = evaluated(networks.vit()).direction(0)
-    with (
-        pytest.raises(ValueError, match="a sharded model cannot be moved along a direction"),
-        sharpness.perturbed(model, direction),
+
+
+#: All that takes a model and needs whole weights, on the sharded model m, another one w, and a batch b.
+NEED_WHOLE = {
+    "find": lambda m, w, b: find_symmetric_pairs(m, batch=b), "verify": lambda m, w, b: verify(m, b),
+    "move": lambda m, w, b: apply_random_symmetry_(m), "points": lambda m, w, b: manifold_parameters_(m),
+    "distance": lambda m, w, b: model_distance(m, w), "distance to": lambda m, w, b: model_distance(w, m),
+    "aligned": lambda m, w, b: model_distance(w, m, modulo="all"), "align": lambda m, w, b: whole.align_models(m, w),
+    "align to": lambda m, w, b: whole.align_models(w, m), "form": lambda m, w, b: whole.canonical_form(m),
+    "canonicalize": lambda m, w, b: whole.canonicalize_(m), "verify whole": lambda m, w, b: whole.verify_whole(m, b),
+    "move whole": lambda m, w, b: whole.apply_random_moves_(m), "lora": lambda m, w, b: canonicalize_lora_(m),
+    "independence": lambda m, w, b: whole.independence_test(m, w),
+    "independence of": lambda m, w, b: whole.independence_test(w, m),
+    "space": lambda m, w, b: sharpness.WeightSpace(m, sharpness.MEASURES["adaptive"]),
+    "sam": lambda m, w, b: sharpness.GeodesicSAM(m, torch.optim.SGD(m.parameters(), lr=0.1), rho=0.1),
+    "direction": lambda m, w, b: sharpness.perturbed(m, evaluated(w).direction(0)).__enter__(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", NEED_WHOLE)
+def test_what_needs_whole_weights_says_what_works(function):
+    """Also after a pass without gradients, when FSDP2 keeps whole weights, which look usable and which nobody reads."""
+    model, batch = fully_shard(networks.vit()), networks.images()
+    with torch.no_grad():
+        model(batch[0])
+    message = r"is a shard of one .*; do this before fully_shard, .*on the whole checkpoint"
+    with pytest.raises(ValueError, match=message):
+        NEED_WHOLE[function](model, networks.vit(), batch)
+
+
+def test_attention_of_an_unknown_class_is_examined_before_it_is_sharded():
+    torch.manual_seed(0)
+    model, batch = networks.TinyAttention(), networks.tokens(width=4)
+    model.attention = type("Unknown", (nn.MultiheadAttention,), {})(4, 2, batch_first=True)
+    pairs = find_symmetric_pairs(model, batch=batch)
+    expected = sharpness.evaluate(model, [batch], steps=2, progress=False)
+    with pytest.raises(
+        UnknownAttentionError, match=r"Unknown .* pass pairs=find_.*batch=batch\) of before fully_shard"
     ):
-        pass
-    with pytest.raises(ValueError, match="whole weights are needed here"):
-        sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), lr=0.1), rho=0.1)
+        sharpness.evaluate(fully_shard(model), [batch], steps=2, progress=False)
+    found = sharpness.evaluate(model, [batch], steps=2, pairs=pairs, progress=False)
+    assert len(found.batches[0].history) == 3
+    assert float(found) == pytest.approx(float(expected), rel=1e-10)
+
+
+def test_adapters_leave_no_symmetry_that_a_complete_measure_misses():
+    """So nothing is remarked: all that moves lies in pairs, of a sharded model also, whose pairs are its twin's."""
+    model, batch = training.lora(), (training.X, training.Y.argmax(1))
+    options = {"measure": "complete-inv", "steps": 2, "progress": False}
+    expected = sharpness.evaluate(model, [batch], **options)
+    found = sharpness.evaluate(fully_shard(model), [batch], **options)
+    assert found.remarks == expected.remarks == ()
+    assert float(found) == pytest.approx(float(expected), rel=1e-10)
 
 
 def test_no_direction_is_kept_and_pairs_of_the_model_can_be_named():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import finite, in_double
+from ..modules import check_whole
 from .canonical import canonical_form, write_values
 from .fits import balanced, matched, permutation, refined, rotation, turned
 from .units import Cell, Move, Part, cells_of, unique
@@ -176,6 +177,8 @@ def align_models(
 
 def _check(reference: nn.Module, model: nn.Module) -> None:
     """Raise for a network that cannot be brought to the reference's coordinates."""
+    for m in (reference, model):
+        check_whole(m)
     both = [{n: (tuple(p.shape), p.dtype, p.device) for n, p in m.named_parameters()} for m in (reference, model)]
     for name in {**both[0], **both[1]}:
         one, other = (side.get(name, "missing") for side in both)

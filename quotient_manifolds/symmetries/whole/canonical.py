@@ -14,7 +14,7 @@ from ...linalg import at_least_float32, in_double, standard_normal
 from ..blocks import masks
 from ..certificate import Certificate, certify, change, maximum, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
-from ..modules import Forward, check_model, default_forward, plain_names, running_copy
+from ..modules import Forward, check_whole, default_forward, plain_names, running_copy
 from ..pairs import SymmetricPair, in_copy
 from ..stacks import PairList, stacks
 from .kinds import Symmetry, symmetries_of
@@ -134,7 +134,7 @@ def canonical_form(
     rotation            21
     all                416
     """
-    check_model(model)
+    check_whole(model, or_rows=state is not None)
     wiring = wiring_of(model)
     pairs = [*(find_symmetric_pairs(model) if pairs is None else pairs), *neuron_pairs(wiring)]
     symmetries, refused = symmetries_of(wiring, pairs, classes=classes)

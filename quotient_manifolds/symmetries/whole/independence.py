@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import finite
+from ..modules import check_whole
 from .canonical import canonical_form
 from .fits import assigned
 from .wiring import State, Wiring
@@ -129,6 +130,7 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
 
 def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     """Return the layers of neurons, and the rows in the stream whose index is known, all in canonical form."""
+    check_whole(model)
     if wrong := next((name for name, p in model.named_parameters() if not finite(p)), None):
         raise ValueError(f"{wrong} of a {type(model).__name__} has NaN or infinite entries")
     state = State()  # what is folded in float64 is exactly orthogonal to 1
