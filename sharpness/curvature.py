@@ -10,6 +10,7 @@ acceleration. Without that term it would depend on the representative wherever t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quotient_manifolds.symmetries.modules import Shared
+
 from .measures import PairBlock
 from .points import PointBlock
 from .space import WeightSpace
+
+
+def _attend_plainly(undo: list[Callable[[], object]]) -> None:
+    kernel = sdpa_kernel(SDPBackend.MATH)
+    undo.append(partial(kernel.__exit__, None, None, None))
+    kernel.__enter__()
+
+
+#: Torch chooses the kernel of attention for all threads.
+_plain_attention = Shared(_attend_plainly)
 
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
@@ -98,7 +111,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         with torch.no_grad():
             for block, c in space.each(v):
                 block.vector_(velocity, c, at_model=False)
-        with sdpa_kernel(SDPBackend.MATH):
+        with _plain_attention():
             found = self.losses()
             first, second = _with_product([found] if isinstance(found, Tensor) else found, velocity)
         # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.

@@ -7,12 +7,16 @@ import io
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from .errors import naming
+
+#: One thread reads at a time, for the limit of the length of a field is that of all threads.
+_LIMIT = threading.Lock()
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
@@ -119,7 +123,7 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
     first = text.partition("\n")[0]
     delimiter = "\t" if kind == ".tsv" else ";" if ";" in first and "," not in first else ","
     quoting: Any = csv.QUOTE_NONE if kind == ".tsv" else csv.QUOTE_MINIMAL
-    with naming(f"{path} is not a readable table"), ExitStack() as stack:
+    with naming(f"{path} is not a readable table"), _LIMIT, ExitStack() as stack:
         stack.callback(csv.field_size_limit, csv.field_size_limit(2**31 - 1))  # texts of 131,072 characters are refused
         lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True)
         table = [line for line in lines if line]

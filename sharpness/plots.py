@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ _STYLE = {
     "legend.fontsize": "small",
     "legend.frameon": False,
 }
+#: One thread draws at a time: matplotlib keeps a style for all of them.
+_DRAWING = threading.RLock()
 _WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)", "first-order": "straight line"}
 
 
@@ -77,7 +80,7 @@ def figure(
         from cycler import cycler
         from matplotlib import rc_context
         from matplotlib.figure import Figure
-    with rc_context(_STYLE | {"axes.prop_cycle": cycler(color=COLOURS.values())}):
+    with _DRAWING, rc_context(_STYLE | {"axes.prop_cycle": cycler(color=COLOURS.values())}):
         drawn = Figure(figsize=size, dpi=120, layout="constrained")
         yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
         if path is not None:

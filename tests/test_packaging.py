@@ -1,5 +1,6 @@
 """The core stands alone, and what is shipped is what is there."""
 
+import ast
 import configparser
 import importlib
 import pkgutil
@@ -80,6 +81,82 @@ def test_the_walk_through_one_step_is_the_one_that_runs():
         sys.setprofile(before)
     entered.remove("quotient_manifolds/linalg.py")
     assert named == entered
+
+
+#: Functions that set something for the whole process.
+SETTERS = {
+    "fork_rng", "set_rng_state", "set_default_dtype", "set_default_device", "set_num_threads",
+    "set_deterministic_debug_mode", "use_deterministic_algorithms", "set_float32_matmul_precision", "set_printoptions",
+    "set_fastpath_enabled", "sdpa_kernel", "enable_flash_sdp", "set_stance", "register_module_forward_hook",
+    "register_module_forward_pre_hook", "register_module_full_backward_hook", "add_safe_globals",
+    "set_detect_anomaly", "catch_warnings", "filterwarnings", "simplefilter", "signal", "field_size_limit",
+    "rc_context", "rcParams", "set_verbosity",
+    "enable_progress_bar", "disable_progress_bar", "chdir", "umask", "putenv", "setlocale", "setrecursionlimit",
+    "settrace", "setprofile", "option_context", "set_option", "errstate", "seterr",
+}  # fmt: skip
+#: Where that is done, with the reason.
+PROCESS_WIDE = {
+    # While something in ``Shared`` is used, by any thread: torch and transformers offer no other way.
+    ("quotient_manifolds/symmetries/modules.py", "_leave_shortcuts"): {"set_fastpath_enabled", "_cache_enabled"},
+    ("quotient_manifolds/symmetries/modules.py", "_run_eagerly"): {"set_stance"},
+    ("sharpness/curvature.py", "_attend_plainly"): {"sdpa_kernel"},
+    ("sharpness/models.py", "_silence"): {"enable_progress_bar", "set_verbosity", "disable_progress_bar"},
+    # By one thread at a time, and put back: the generators of torch if a pass drew from them, PEFT's DARE, and others.
+    ("quotient_manifolds/symmetries/modules.py", "preserve_model_state.save"): {"set_rng_state"},
+    ("quotient_manifolds/symmetries/modules.py", "running_copy.run"): {"fork_rng"},
+    ("quotient_manifolds/adapters/merging.py", "_seeded"): {"fork_rng", "manual_seed"},
+    ("sharpness/plots.py", "figure"): {"rc_context"},
+    ("sharpness/files.py", "read_table"): {"field_size_limit"},
+    # When a package is imported, and in commands, to which the process belongs.
+    ("quotient_manifolds/_geoopt.py", ""): {"catch_warnings", "filterwarnings"},
+    ("quotient_manifolds/lora_command.py", "command"): {"formatwarning", "signal"},
+    ("sharpness/cli.py", "main"): {"catch_warnings", "simplefilter"},
+    # Functions of the user are found in the current folder.
+    ("sharpness/errors.py", "called"): {"sys.path"},
+    ("sharpness/study/plan.py", "places"): {"sys.path"},
+}
+
+
+LIBRARIES = ("torch", "parametrize", "warnings", "os", "sys", "np")
+#: What may be changed in place, and how.
+TABLES, CHANGES = ("sys.path", "sys.modules", "os.environ"), ("insert", "append", "update", "setdefault", "pop")
+
+
+def process_wide(tree, where=""):
+    """Yield function and name of what a module sets for the whole process."""
+    for node in ast.iter_child_nodes(tree):
+        inner = f"{where}.{node.name}".lstrip(".") if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else where
+        yield from process_wide(node, inner)
+        stored = isinstance(getattr(node, "ctx", None), ast.Store)
+        if isinstance(node, ast.Name) and node.id in SETTERS and not stored:
+            yield where, node.id
+        if isinstance(node, ast.Subscript) and stored and ast.unparse(node.value) in TABLES:
+            yield where, ast.unparse(node.value)
+        if isinstance(node, ast.Attribute):
+            if node.attr in SETTERS or (
+                node.attr == "manual_seed" and not ast.unparse(node.value).startswith("torch.Generator(")
+            ):
+                yield where, node.attr
+            elif node.attr in CHANGES and ast.unparse(node.value) in TABLES:
+                yield where, ast.unparse(node.value)
+            elif stored and ast.unparse(node.value).partition(".")[0] in LIBRARIES:
+                yield where, node.attr
+
+
+def test_what_is_set_for_the_whole_process():
+    """In every file of both packages, and there alone where it stands above with its reason."""
+    found = {}
+    for path in sorted(p for package in ("quotient_manifolds", "sharpness") for p in (ROOT / package).rglob("*.py")):
+        for where, name in process_wide(ast.parse(path.read_text())):
+            found.setdefault((path.relative_to(ROOT).as_posix(), where), set()).add(name)
+    assert found == PROCESS_WIDE
+    for wrong in (
+        "torch.set_default_dtype(t)",
+        "torch.manual_seed(0)",
+        "warnings.showwarning = f",
+        "os.environ[k] = v",
+    ):
+        assert list(process_wide(ast.parse(wrong))), wrong
 
 
 def required(text):

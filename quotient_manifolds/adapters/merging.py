@@ -6,11 +6,12 @@ import json
 import math
 import os
 import re
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ Path = str | os.PathLike[str]
 _HASHES = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 #: Options that say which layers are adapted.
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_DRAWING = threading.Lock()
 
 
 def merge(
@@ -102,17 +104,17 @@ def merge(
     parents, ranks = [read(place) for place in adapters], dict[str, int]()
     how = Method(method, _checked_weights(parents, weights, method), space, density, rank, energy)
     _check_alike(parents, how)
-    first = parents[0]
-    with new_folder(out) as folder, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    first, seeded = parents[0], partial(_seeded, seed) if method == "dare" else nullcontext
+    with new_folder(out) as folder:
         tensors = _tensors(parents, how, ranks)
         if first.single and not (first.has_alphas or HEADER in first.metadata):
             # Readers of such a file may take the scale of one layer for that of all, so all have one rank.
-            for _ in tensors:
-                pass
-            torch.manual_seed(seed)
+            with seeded():
+                for _ in tensors:
+                    pass
             tensors = _tensors(parents, replace(how, rank=max(ranks.values()), energy=None), ranks)
-        write_tensors(folder / first.saved_as, tensors, lambda: _metadata(parents, ranks))
+        with seeded():
+            write_tensors(folder / first.saved_as, tensors, lambda: _metadata(parents, ranks))
         if not first.single:
             config = _config([p.config for p in parents], ranks)
             (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -121,6 +123,14 @@ def merge(
         made_of = (f"- {w:g} × {p.place}\n" for p, w in zip(parents, how.weights, strict=True))
         text = (card + "".join(made_of)).encode("utf-8", "backslashreplace")  # a path may be no text
         (folder / "README.md").write_bytes(text)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Let PEFT draw from torch's generator, which is that of all threads: one merge at a time, and put it back."""
+    with _DRAWING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def resize(adapter: Path, out: Path, *, rank: int | None = None, energy: float = 1.0) -> None:

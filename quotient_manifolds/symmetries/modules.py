@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MethodType
@@ -92,68 +92,134 @@ def plain_class(module: nn.Module) -> type:
     return cls.__mro__[1 if parametrize.is_parametrized(module) else getattr(cls, "_orig_cls_mro_index", 0)]
 
 
-class _FastPath:
-    """Torch's fast path of encoder layers, off during any measurement, because the setting is shared by all threads."""
+class Shared:
+    """What is set for all threads at once: the first user switches it, and the last one puts it back.
 
-    def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.RLock(), set[int](), True
+    ``switch(undo)`` appends what undoes a change, any number of times, to a list before it makes the change.
+    """
 
-    def switch(self, user: int, *, off: bool) -> None:
-        """Switch it off, or restore it when the last user has finished; a second call is harmless."""
+    def __init__(self, switch: Callable[[list[Callable[[], object]]], object]) -> None:
+        self._lock, self._users, self._switch = threading.RLock(), set[int](), switch
+        self._undo: list[Callable[[], object]] = []
+
+    def use(self, user: int, *, on: bool) -> None:
+        """Switch it, or put it back when the last user has finished; a second call is harmless."""
         try:
             self._lock.acquire()
-            if off:
-                if not self._users:
-                    self._before = torch.backends.mha.get_fastpath_enabled()
+            if on:
+                first = not self._users
                 self._users.add(user)
-                torch.backends.mha.set_fastpath_enabled(False)
+                if first:
+                    self._switch(self._undo)
             else:
                 if self._users == {user}:
-                    torch.backends.mha.set_fastpath_enabled(self._before)
+                    for undo in self._undo:
+                        undo()
+                    self._undo.clear()
                 self._users.discard(user)
         finally:
             with suppress(RuntimeError):  # of a lock that is free
                 while True:  # as often as calls took it that an interrupt ended: other threads would wait for ever
                     self._lock.release()
 
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Switch it for the time of a ``with``."""
+        user = object()
+        try:
+            self.use(id(user), on=True)
+            yield
+        finally:
+            self.use(id(user), on=False)
 
-_fast_path = _FastPath()
+
+def _leave_shortcuts(undo: list[Callable[[], object]]) -> None:
+    """Let every pass read the weights as they are, with autograd: encoder layers and parametrisations may not."""
+    undo.append(partial(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()))
+    torch.backends.mha.set_fastpath_enabled(False)
+    if parametrize._cache_enabled:
+        undo.append(partial(setattr, parametrize, "_cache_enabled", parametrize._cache_enabled))
+        parametrize._cache_enabled = 0
+
+
+def _run_eagerly(undo: list[Callable[[], object]]) -> None:
+    stance = torch.compiler.set_stance("force_eager")
+    undo.append(partial(stance.__exit__, None, None, None))
+
+
+_shortcuts = Shared(_leave_shortcuts)
+#: Compiled code runs neither hooks nor modes.
+eager = Shared(_run_eagerly)
+#: One thread at a time draws again what it has drawn, for torch's generators are those of all threads.
+_drawing = threading.RLock()
+#: The threads that move weights, by the weights' ids.
+_movers: dict[int, int] = {}
+
+
+def _claim(weights: Iterable[Tensor], claimed: list[int]) -> None:
+    """Keep other threads from moving weights, and list those that this one had not claimed; raise if one moves them."""
+    me = threading.get_ident()
+    for key in map(id, weights):
+        if _movers.get(key) != me:
+            if _movers.setdefault(key, me) != me:
+                raise RuntimeError(
+                    "another thread measures or moves weights of this model; use a model in one thread at a time, or "
+                    "give each thread a copy (copy.deepcopy) that was made before"
+                )
+            claimed.append(key)
+
+
+def _release(claimed: list[int]) -> None:
+    """Let other threads move weights; a second call, when they may do so already, is harmless."""
+    while claimed:
+        _movers.pop(claimed[-1], None)
+        claimed.pop()
 
 
 class preserve_model_state:
     """Put a model in evaluation mode; afterwards everything in it and in torch that passes may change is as before.
 
     That is weights and gradients (by their memory, not their values), modes, buffers, the random state and global
-    settings. Torch's fast path of encoder layers is off meanwhile, because it bypasses the modules inside. The state is
-    that of the time when the object was made. ``with state, state:`` restores it even if an interrupt comes during the
+    settings. Torch's fast path of encoder layers is off meanwhile, because it bypasses the modules inside, and no other
+    thread may move the weights. ``with state, state:`` restores everything even if an interrupt comes during the
     clean-up, which is then repeated.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        self.model, self.claimed, self.saved = model, list[int](), False
+
+    def save(self) -> None:
+        """Note everything as it is."""
+        model, modules = self.model, list(self.model.modules())
         self.attributes: list[tuple[Any, str, Any]] = [
             (m, name, getattr(m, name))
             for name, classes in _SWITCHES.items()
             for m in modules
             if isinstance(m, classes) and hasattr(m, name)
         ]
-        self.attributes.append((parametrize, "_cache_enabled", parametrize._cache_enabled))
         self.data = [(p, p.data, p.grad) for p in model.parameters()]
         self.buffers = [(m, dict(m._buffers)) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-        self.contents = [(b, b.detach().clone()) for b in model.buffers()]
+        self.contents = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
         devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-        self.settings: list[tuple[Callable[..., Any], Any]] = [
+        get, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        self.settings = [  # of this thread
             (torch.set_grad_enabled, torch.is_grad_enabled()),
             (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
-            (torch.set_rng_state, torch.get_rng_state()),
-            *((partial(torch.cuda.set_rng_state, device=i), torch.cuda.get_rng_state(i)) for i in devices),
+        ]
+        self.random = [  # of all threads: what was not drawn from stays as it is
+            (torch.get_rng_state, torch.set_rng_state, torch.get_rng_state()),
+            *((partial(get, device=i), partial(put, device=i), get(i)) for i in devices),
         ]
         self.caching = caching(model)
         self.hooks: list[RemovableHandle] = []
+        self.saved = True
 
     def __enter__(self) -> None:
         try:
-            _fast_path.switch(id(self), off=True)  # it reads weights without autograd, or without adapters
+            _claim(self.model.parameters(), self.claimed)
+            if not self.saved:
+                self.save()
+            _shortcuts.use(id(self), on=True)
             torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
             for module, name, _ in self.attributes:
                 setattr(module, name, False)
@@ -168,24 +234,33 @@ class preserve_model_state:
 
     def restore(self) -> None:
         """Restore everything; a second call is harmless."""
-        for hook in self.hooks:
-            hook.remove()
-        for module in self.caching:
-            drop_caches(module)
-        for p, data, grad in self.data:
-            p.data, p.grad = data, grad
-        for module, name, value in self.attributes:
-            setattr(module, name, value)
-        for module, found in self.buffers:
-            for name in set(module._buffers) - set(found):
-                del module._buffers[name]
-            module._buffers.update(found)  # buffers that a pass filled or replaced
-        for buffer, value in self.contents:
-            if not torch.equal(buffer, value):
-                buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave switched on
-        for setter, before in self.settings:
-            setter(before)
-        _fast_path.switch(id(self), off=False)
+        try:
+            if not self.saved:
+                return
+            for hook in self.hooks:
+                hook.remove()
+            for module in self.caching:
+                drop_caches(module)
+            for p, data, grad in self.data:
+                p.data, p.grad = data, grad
+            for module, name, value in self.attributes:
+                setattr(module, name, value)
+            for module, found in self.buffers:
+                for name in set(module._buffers) - set(found):
+                    del module._buffers[name]
+                module._buffers.update(found)  # buffers that a pass filled or replaced
+            for buffer, value in self.contents:
+                if not torch.equal(buffer, value):
+                    buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave switched on
+            for setter, before in self.settings:
+                setter(before)
+            for get, put, state in self.random:
+                if not torch.equal(get(), state):
+                    put(state)
+            self.saved = False  # a second call leaves what another thread may move by then
+        finally:
+            _shortcuts.use(id(self), on=False)
+            _release(self.claimed)
 
 
 def caching(model: nn.Module) -> list[nn.Module]:
@@ -220,7 +295,7 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
     if any(p.dtype != copy.dtype for p, copy in copies.items()):
         others = (t for t in (*model.parameters(), *model.buffers()) if t not in data and is_narrow(t))
         data |= {t: t.data.to(at_least_float32(t.dtype)) for t in others}
-    original, cached, hooks = {t: t.data for t in data}, caching(model), list[RemovableHandle]()
+    original, cached, hooks, claimed = dict[Tensor, Tensor](), caching(model), list[RemovableHandle](), list[int]()
 
     def put_back() -> None:
         for t, before in original.items():
@@ -229,9 +304,14 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
             drop_caches(m)
         for hook in hooks:
             hook.remove()
+        original.clear()  # a second call leaves what another thread may move by then
+        cached.clear()
+        _release(claimed)
 
     try:
         try:
+            _claim(data, claimed)
+            original.update((t, t.data) for t in data)
             for t, replacement in data.items():
                 t.data = replacement
             hooks += [m.register_forward_pre_hook(drop_caches) for m in cached]  # in each pass, for the weights move on
@@ -263,7 +343,7 @@ def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str,
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.setdefault(name, (tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}))
 
-    with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):  # hooks need eager code
+    with ExitStack() as hooks, torch.no_grad(), eager():
         for name, module in wanted.items():
             hooks.callback(module.register_forward_pre_hook(partial(keep, name), with_kwargs=True).remove)
         run()
@@ -283,7 +363,12 @@ def running_copy(
 
     All passes draw the same random numbers. What changes their batch may be given to them.
     """
-    twin = copied(model)
+    claimed: list[int] = []
+    try:
+        _claim(model.parameters(), claimed)  # else those of another thread's measurement may be copied
+        twin = copied(model)
+    finally:
+        _release(claimed)
     if dtype == torch.float64 and not all(has_double(p.device.type) for p in model.parameters()):
         twin, batch = twin.cpu(), to_device(batch, torch.device("cpu"))
     if dtype == torch.float64:
@@ -297,7 +382,7 @@ def running_copy(
 
     def run(change: Callable[[Any], Any] | None = None) -> list[Tensor]:
         inputs = batch if change is None else change(batch)
-        with torch.random.fork_rng(devices), Wide() if dtype == torch.float64 else nullcontext():
+        with _drawing, torch.random.fork_rng(devices), Wide() if dtype == torch.float64 else nullcontext():
             return [t.to(dtype) for t in floats(forward(twin, inputs))]
 
     with preserve_model_state(twin):
@@ -315,24 +400,19 @@ def _dequantize_4bit_(model: nn.Module) -> None:
 
 
 class Wide(TorchFunctionMode):
-    """Turn every cast to a narrower floating-point type into one to float64: ``with Wide(): model(batch)``."""
+    """Turn every cast to a narrower floating-point type into one to float64: ``with Wide(): model(batch)``.
 
-    def __enter__(self) -> Wide:
-        self._default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch.set_default_dtype(self._default)
+    So is the default dtype of what is made, which torch keeps for all threads and which is left alone.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return args[0].double()
         if len(args) > 1 or kwargs:  # attributes of tensors, which are read all the time, have one argument
             args, kwargs = tuple(_wide(a) for a in args), {k: _wide(a) for k, a in (kwargs or {}).items()}
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        made = isinstance(result, Tensor) and result.dtype in _NARROW and not floats([args, kwargs or {}])
+        return result.double() if made else result
 
 
 def _wide(argument: Any) -> Any:
@@ -408,5 +488,9 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch to a device; a batch that is already there is returned unchanged."""
-    return batch if all(t.device == device for t in tensors(batch)) else tree_map(lambda t: t.to(device), batch)
+    """Move the tensors of a batch to a device; a batch that is already there is returned unchanged.
+
+    Tensors made under ``torch.inference_mode``, which autograd cannot keep, are copied.
+    """
+    stays = all(t.device == device and not t.is_inference() for t in tensors(batch))
+    return batch if stays else tree_map(lambda t: t.to(device, copy=t.is_inference()), batch)

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .attention import Heads
 from .blocks import PLANES
 from .lora import is_lora
-from .modules import is_sharded, plain_class, plain_names, tensors
+from .modules import eager, is_sharded, plain_class, plain_names, tensors
 from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
 from .roles import possible_heads, proposals, roles_of
 
@@ -32,6 +32,8 @@ _ATTENTION_CALLS = {
     "_transformer_encoder_layer_fwd",
     "flex_attention",
     "softmax",
+    "_softmax",
+    "_safe_softmax",
 }
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
 #: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
@@ -232,7 +234,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
-    with torch.compiler.set_stance("force_eager"), Watch(model) as watch:
+    with eager(), Watch(model) as watch:
         result = run()
     plain, pairs = plain_names(model), [p for p in check_pairs(pairs) if p.kind != "lora"]
     missed = {p.module: p.reason for p in pairs if p.reason.startswith(UNEXAMINED)}
@@ -343,11 +345,13 @@ class Watch(TorchFunctionMode):
         self.calls: list[tuple[nn.Module, str]] = []
         self._running: list[nn.Module] = []
         self._kinds: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._model = model
         self._weights = {self._place(t) for t in [*model.parameters(), *model.buffers()]} - {0}
 
     def __enter__(self) -> Watch:
-        enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
-        self._hooks = [enter, register_module_forward_hook(self._leave, always_call=True)]
+        watched = [m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._hooks = [m.register_forward_pre_hook(self._enter, prepend=True) for m in watched]
+        self._hooks += [m.register_forward_hook(self._leave, prepend=True, always_call=True) for m in watched]
         super().__enter__()
         return self
 
@@ -356,6 +360,9 @@ class Watch(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        self._running.append(module)
+
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while self._running and self._running.pop() is not module:
             pass
@@ -363,7 +370,7 @@ class Watch(TorchFunctionMode):
     @staticmethod
     def _place(t: Tensor) -> int:
         plain = t.layout == torch.strided and t.device.type != "meta" and not is_sharded(t)
-        return t.untyped_storage().data_ptr() if plain else 0
+        return t.untyped_storage().data_ptr() if plain and not is_functorch_wrapped_tensor(t) else 0
 
     def _kind(self, t: Tensor) -> int:
         # A tensor that FSDP gathers is a parameter too.
@@ -371,13 +378,14 @@ class Watch(TorchFunctionMode):
         return _WEIGHT if own else self._kinds.get(t, 0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten, which torch.export calls, too
         result = func(*args, **(kwargs or {}))
         if not self._running:
             return result
         operands = [*tensors(args), *tensors(kwargs or {})]
         kinds = [self._kind(t) for t in operands if t.is_floating_point()]
-        if name in _ATTENTION_CALLS and (name != "softmax" or operands[0].dim() >= 3):
+        attends = name in _ATTENTION_CALLS or name.startswith("_scaled_dot_product")
+        if attends and (not name.endswith("softmax") or operands[0].dim() >= 3):
             # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
             self.calls.append((self._running[-1], name))
         made = _SCORE if _SCORE in kinds else 0

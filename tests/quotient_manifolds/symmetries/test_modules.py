@@ -1,6 +1,7 @@
 """Looking at a model changes nothing of it; float64 all the way."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, verify
-from quotient_manifolds.symmetries.modules import Wide, preserve_model_state, record, widened
+from quotient_manifolds.symmetries.modules import Wide, pointing_to, preserve_model_state, record, widened
 
 
 class Own(nn.MultiheadAttention):
@@ -114,6 +115,68 @@ def test_casts_to_single_precision_are_left_out():
     with Wide():
         assert torch.equal(narrow(x), x.softmax(-1) + torch.arange(4))
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_what_is_made_meanwhile_is_wide_in_this_thread_alone():
+    """The default dtype is that of all threads: as float64 it stopped training, and changed seeded draws, elsewhere."""
+    torch.set_default_dtype(torch.float32)
+    made = {
+        "zeros": lambda: torch.zeros(2), "tensor": lambda: torch.tensor(0.5), "quotient": lambda: torch.arange(3) / 2,
+        "drawn": lambda: torch.rand(2), "read": lambda: torch.from_numpy(torch.ones(2).numpy()),
+        "given": lambda: torch.ones(2, dtype=torch.get_default_dtype()), "full": lambda: torch.full((2,), 0.5),
+    }  # fmt: skip
+    beside = []
+    with Wide():
+        assert {name: make().dtype for name, make in made.items()} == dict.fromkeys(made, torch.float64)
+        assert torch.equal(made["quotient"](), torch.tensor([0, 0.5, 1], dtype=torch.float64))
+        assert {t.dtype for t in (torch.arange(3), torch.tensor([1, 2]), torch.full((2,), 1))} == {torch.int64}
+        thread = threading.Thread(target=lambda: beside.extend(make().dtype for make in made.values()))
+        thread.start()
+        thread.join()
+    assert beside == [torch.float32] * len(made)
+
+
+def in_another_thread(call):
+    """The error that a call ends with in another thread, if any."""
+    errors = []
+
+    def run():
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return errors[0] if errors else None
+
+
+def test_weights_that_one_thread_moves_are_kept_from_the_others():
+    """Else the second to begin took the first one's copies for the weights, and left them in the model."""
+    model, other, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2), torch.ones(1, 2)
+
+    def measured(model):
+        with preserve_model_state(model), pointing_to(model, {p: p.detach() + 1 for p in model.parameters()}):
+            pass
+
+    uses = [
+        lambda: measured(model), lambda: measured(model[1]), lambda: measured(nn.Sequential(other, model)),
+        lambda: find_symmetric_pairs(model, batch=x), lambda: verify(model, x),
+    ]  # fmt: skip
+    ways = [preserve_model_state(model), pointing_to(model, {p: p.detach() + 1 for p in model.parameters()})]
+    for way in ways:
+        with way:
+            for use in uses:
+                error = in_another_thread(use)
+                assert isinstance(error, RuntimeError)
+                assert "use a model in one thread at a time" in str(error)
+            assert in_another_thread(lambda: measured(other)) is None
+            measured(model)  # within the same thread
+            assert isinstance(in_another_thread(uses[0]), RuntimeError)
+        before = [p.detach().clone() for p in model.parameters()]
+        assert [in_another_thread(use) for use in uses] == [None] * len(uses)
+        assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_a_batch_is_widened():

@@ -305,6 +305,18 @@ def test_unknown_attention_is_named(module):
     assert (str(again), again.path, again.cls) == (str(caught.value), "1", type(module))
 
 
+def test_exported_attention_is_unknown():
+    x = torch.randn(2, 3, 4)
+    for module in (nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4)):
+        inputs = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+        exported = torch.export.export(module, inputs).module()
+        if len(inputs) == 1:
+            check_coverage(exported, lambda: exported(x))  # noqa: B023
+        else:
+            with pytest.raises(UnknownAttentionError, match="computes attention"):
+                check_coverage(exported, lambda: exported(x, x, x))  # noqa: B023
+
+
 def test_a_softmax_over_class_scores_is_no_attention():
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
     check_coverage(model, lambda: model(torch.randn(2, 4)))
@@ -331,6 +343,12 @@ MIXERS = {
     "einsum": lambda q, k, v: torch.einsum("bij,bjd->bid", torch.einsum("bid,bjd->bij", q, k).relu(), v),
     "linear": lambda q, k, v: q @ (k.mT @ v),
     "transposed": lambda q, k, v: (k @ q.mT).softmax(-2).mT @ v,
+    "operators": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v),  # as torch.export calls them
+    "fused operators": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        *(t[:, None] for t in (q, k, v))
+    )[0],
+    "softmax by operators": lambda q, k, v: torch.ops.aten._softmax.default(q @ k.mT, -1, False) * v[..., :3],
+    "products of operators": lambda q, k, v: torch.ops.aten.bmm(torch.ops.aten.bmm.default(q, k.mT).exp(), v),
     "flex_attention": lambda q, k, v: flex_attention(q[:, None], k[:, None], v[:, None]),
 }
 
@@ -346,6 +364,7 @@ def test_attention_without_a_softmax_of_three_dimensions(name):
 @pytest.mark.parametrize(
     "mix",
     [
+        lambda q, k, v: torch.vmap(lambda one: one / one.norm())(q) + v,  # of tensors without a memory
         lambda q, k, v: q[:, 0] @ k[:, 0].T,  # similarities of two towers
         lambda q, k, v: (q @ k.mT).flatten(1).softmax(-1),
         lambda q, k, v: q * k.sigmoid() + v,
