@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quotient_manifolds.symmetries.modules import to_device
-
 from .errors import called, naming, require_extra
 from .files import read_table, strings
 from .losses import IGNORED
-from .models import LoadedModel, checked_device, load_state_dict
+from .models import LoadedModel, checked_device, load_state_dict, move
 from .options import Batches, DataChoice
 
 __all__ = ["DataChoice"]
@@ -75,7 +73,7 @@ def batches_of(choice: DataChoice, loaded: LoadedModel, device: torch.device | s
         chosen = chosen[: None if choice.batches is None else choice.batches * choice.batch_size]
         parts = np.array_split(chosen, -(-len(chosen) // choice.batch_size))
         batches = (examples.batch(part.tolist()) for part in parts)
-    result = Batches(to_device(b, device) for b in itertools.islice(batches, choice.batches))
+    result = Batches(move(b, device) for b in itertools.islice(batches, choice.batches))
     if not result:
         raise ValueError(f"{choice.source} gave no batch")
     result.remarks = remarks

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from quotient_manifolds.symmetries.modules import Shared, to_device
 
 from .errors import called, how_to_install, naming, require_extra
 from .losses import IGNORED
@@ -332,18 +333,24 @@ def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({p for pattern in patterns for p in folder.glob(pattern) if p.is_file()})
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from printing bars and tables: errors are reported in one sentence."""
+def _silence(undo: list[Callable[[], object]]) -> None:
     from transformers.utils import logging
 
-    with ExitStack() as stack:
-        if logging.is_progress_bar_enabled():
-            stack.callback(logging.enable_progress_bar)
-        stack.callback(logging.set_verbosity, logging.get_verbosity())
-        logging.disable_progress_bar()
-        logging.set_verbosity(logging.CRITICAL)
-        yield
+    if logging.is_progress_bar_enabled():
+        undo.append(logging.enable_progress_bar)
+    undo.append(functools.partial(logging.set_verbosity, logging.get_verbosity()))
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+
+
+#: Keep transformers from printing bars and tables: errors are reported in one sentence.
+quiet = Shared(_silence)
+
+
+def move(what: Any, device: torch.device | str) -> Any:
+    """Move a model or a batch to a device; say in a sentence what that cannot hold, such as Apple's float64."""
+    with naming(f"not everything can be moved to {device}"):
+        return what.to(device) if isinstance(what, nn.Module) else to_device(what, torch.device(device))
 
 
 def checked_device(name: torch.device | str) -> torch.device:

@@ -23,7 +23,7 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_, independence_test, verify_whole
 from reproduction import baselines
-from sharpness import plots
+from sharpness import models, plots
 
 from . import networks
 from .architectures import adapted
@@ -385,8 +385,12 @@ def mixed():
             x.add_(torch.ones(2, 2))
         if NAME == "cuda":  # which keeps the parameters
             return
-        with second_device(double=False), pytest.raises(TypeError, match="float64, which the device"):
-            x.double()
+        with second_device(double=False):
+            with pytest.raises(TypeError, match="float64, which the device"):
+                x.double()
+            for wide in (torch.nn.Linear(2, 2).double(), {"x": torch.ones(2, 2).double()}):
+                with pytest.raises(ValueError, match=f"not everything can be moved to {NAME}: .*float64"):
+                    models.move(wide, NAME)
         layer = torch.nn.Linear(2, 2)
         before = list(layer.parameters())
         assert not any(p is q for p, q in zip(layer.to(device).parameters(), before, strict=True))

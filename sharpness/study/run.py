@@ -26,7 +26,7 @@ from ..files import check_folder, write_json
 from ..losses import Objective, count_examples
 from ..measures import LOCAL, measure_of
 from ..measuring import RadiusError
-from ..models import LoadedModel, checked_device, load, load_state_dict
+from ..models import LoadedModel, checked_device, load, load_state_dict, move
 from ..options import Batches
 from .plan import Checkpoint, Sweep, shard_of
 from .rows import Row, in_words, job_key, rows_of
@@ -162,7 +162,7 @@ class _Inputs:
     @functools.cached_property
     def loaded(self) -> LoadedModel:
         loaded = load(self.checkpoint.model, self.checkpoint.weights)
-        loaded.model.to(self.sweep.device)
+        move(loaded.model, self.sweep.device)
         return loaded
 
     @functools.cached_property
