@@ -105,6 +105,10 @@ def test_world_of_one():
         raise ValueError("as it was")
 
 
+def lost(model, batch):
+    raise RuntimeError("Connection reset by peer: the data server is gone")
+
+
 def test_nothing_is_communicated_without_a_group(tmp_path):
     """In an initialised process group, a call on one rank alone must not wait for others."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
@@ -117,6 +121,9 @@ def test_nothing_is_communicated_without_a_group(tmp_path):
             assert not called
             shared = sharpness.evaluate(spread.model(), spread.batches(), rho=0.1, steps=2, group=dist.group.WORLD)
             assert len(called) == 1
+            for group in (None, dist.group.WORLD):  # the user's own error, which looks like that of a lost process
+                with pytest.raises(RuntimeError, match="Connection reset by peer: the data server is gone"):
+                    sharpness.evaluate(spread.model(), spread.batches(), lost, rho=0.1, steps=2, group=group)
         finally:
             dist.all_gather_object = real
         assert float(plain) == float(shared)
