@@ -52,6 +52,9 @@ def trainable(model: nn.Module, *, whole: bool = True) -> dict[str, nn.Parameter
             f"the trainable parameters lie on {', '.join(sorted(map(str, devices)))}; load the whole model on one "
             "device that holds numbers"
         )
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if t.is_meta:
+            raise ValueError(f"{name!r} is on the device meta, without numbers; load the whole model")
     for name, p in found.items():
         measured = p.is_floating_point() or (is_point(p) and p.is_complex())
         if not measured or p.element_size() < 2:  # integers, float8

@@ -91,7 +91,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         loaded = models.load(model, own.checkpoint)
         if own.checkpoint is None and loaded.folder is None and ":" not in model:
             raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
-        network, batches = loaded.model.to(where), choice.load(loaded, where)
+        network, batches = models.move(loaded.model, where), choice.load(loaded, where)
         remarks, how = [*loaded.remarks, *batches.remarks], {**asdict(search), **passes}
         written: dict[str, Any] = {"command": command, "versions": versions(), "settings": how, "remarks": remarks}
         say((f"- {remark}" for remark in remarks if leader), "33")
@@ -312,7 +312,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     from quotient_manifolds.symmetries.whole import canonicalize_
 
     from . import models
-    from .losses import rounding_error
+    from .losses import computed_in, rounding_error
 
     loaded = models.load(model)
     network: Any = loaded.model
@@ -321,13 +321,14 @@ def canonicalize(model: str, *, out: Path) -> int:
     if out.exists():
         raise ValueError(f"--out {out} exists already; give a new folder")
     with torch.no_grad():
-        before = network(**loaded.example)[0].float()
+        before = network(**loaded.example)[0].double()
         form = canonicalize_(network)
-        change = float((network(**loaded.example)[0].float() - before).abs().max() / before.abs().max())
+        change = float((network(**loaded.example)[0].double() - before).abs().max() / before.abs().max())
+        rounding = max(rounding_error(network), computed_in(lambda: network(**loaded.example)))
     if not form.wired:
         raise ValueError(f"the wiring of {type(network).__name__} is not known; describe it with register_wiring")
     # In half precision 10⁴ roundings would be any change at all.
-    if not change <= min(0.1, 1e4 * rounding_error(network)):
+    if not change <= min(0.1, 1e4 * rounding):
         raise ValueError(f"the canonical form of {model} changes the outputs by {change:.1e}; it is not saved")
     print(f"{form}\nlargest relative change of an output {change:.0e}")
     print(f"LoRA adapters of {model} change other outputs on the new weights: merge them into {model} before")

@@ -21,7 +21,7 @@ from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class, preserve_model_state
 
-from .ascent import ASCENTS
+from .ascent import ASCENTS, Ascent
 from .curvature import HessianOperator
 from .direction import Direction
 from .distributed import World, checksum, is_sharded_model
@@ -93,12 +93,16 @@ def evaluate(
     ValueError
         There is nothing to measure, the loss is NaN or random, an argument is out of range, or processes hold other
         batches or weights than each other.
+    RuntimeError
+        Another thread measures the model, or one that shares weights with it.
     RemoteError
         Another process of the group failed.
 
     Notes
     -----
-    Paper, §5.2 and Algorithm 1. Afterwards the model is as before, bit for bit, even after an error.
+    Paper, §5.2 and Algorithm 1. Afterwards the model is as before, bit for bit, even after an error. Meanwhile its
+    weights move: no other thread may use it, and one that measures it too gets a RuntimeError. Threads may measure
+    models of their own.
 
     Examples
     --------
@@ -118,6 +122,9 @@ def gradient_norm(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, **options: Any
 ) -> SharpnessResult:
     """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
+
+    Of several batches it is the mean of their lengths, not the length of the mean gradient, which is that of one batch
+    of all examples; ``micro_batch`` divides it into passes.
 
     Parameters
     ----------
@@ -142,6 +149,9 @@ def hessian(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, num_matvecs: int = 20, **options: Any
 ) -> SharpnessResult:
     """Measure the largest eigenvalue and the trace of the Riemannian Hessian (``"euclidean"``: of the ordinary one).
+
+    Of several batches it is the mean of their largest eigenvalues, which is at least that of the mean loss. For the
+    latter pass one batch of all examples; ``micro_batch`` divides it into passes.
 
     Parameters
     ----------
@@ -289,13 +299,15 @@ class _Climb:
         """Look for the largest loss, and return also where it is.
 
         If the loss rises nowhere on the sphere, or falls outwards at the best point, the search goes on inside the
-        ball, on spheres of half the radius each time, since a bounded loss may oscillate. ``last`` says that no other
-        ascent of the batch follows, so that the gradient at the weights may be freed.
+        ball: on spheres of half the radius each time, since a bounded loss may oscillate, and by Auto-PGD in the whole
+        ball from the best point of these. ``last`` says that no other ascent of the batch follows, so that the gradient
+        at the weights may be freed.
         """
         loss, space, search, info = self.loss, self.space, self.search, torch.finfo(self.space.dtype)
         if rho > 0.1 * info.max:
             raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
-        flat = rho * space.norm(loss.base_gradient) <= 10 * info.eps * abs(loss.base)
+        gap_at_weights = rho * space.norm(loss.base_gradient)
+        flat = gap_at_weights <= 10 * info.eps * abs(loss.base)
         at_weights = start == 0 and not flat
         known = [loss.base_gradient] if at_weights else []  # the pass at the weights was made before
         if last:
@@ -313,29 +325,36 @@ class _Climb:
                 self._show(rho, values)
             return value
 
-        climb, best = partial(ASCENTS[search.ascent], f, base=loss.base, world=space.world), None
-        point = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
-        for halving in range(_HALVINGS + 1):
-            if best is not None:
-                point = self._to_sphere(best.point.clone(), rho / 2**halving)
+        def climb(ascent: str, point: Tensor, radius: float, *, further: bool = True) -> Ascent:
+            if further:
                 self.bar.total = self.bar.total and self.bar.total + search.steps
-            found = climb(point, rho / 2**halving, search.steps, relative_tol=search.relative_tol)
+            found = ASCENTS[ascent](
+                f, point, radius, search.steps, relative_tol=search.relative_tol, base=loss.base, world=space.world
+            )
             self.bar.update(search.steps + 1 - len(values))
             values.clear()
-            if best is not None and found.value <= best.value and best.value > loss.base:
+            return found
+
+        point = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
+        best, halving = climb(search.ascent, point, rho, further=False), 0
+        while best.value <= loss.base or (best.slope is not None and best.slope < 0):
+            if space.norm(best.point) == 0 or halving == _HALVINGS:
                 break
-            best = found if best is None or found.value > best.value else best
-            rises = best.value > loss.base and not (best.slope is not None and best.slope < 0)
-            if rises or space.norm(best.point) == 0:
+            halving += 1
+            point = self._to_sphere(best.point.clone(), rho / 2**halving)
+            found = climb(search.ascent, point, rho / 2**halving)
+            if found.value <= best.value and best.value > loss.base:
                 break
-        assert best is not None
-        point, value = best.point, best.value
+            best = found if found.value > best.value else best
+        if halving:
+            best = climb("apgd", best.point.clone(), rho)
+        point, value, gap, converged = best.point, best.value, best.fw_gap, best.converged
         if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
-            point, value = point.zero_(), loss.base
+            point, value, gap = point.zero_(), loss.base, gap_at_weights
+            converged = flat if search.relative_tol else None
         result = self._result(
-            rho=rho, value=value - loss.base, worst_loss=value, history=best.history, fw_gap=best.fw_gap,
-            converged=best.converged, random_start=flat, distance=space.norm(point),
-            num_exited_pairs=space.num_exited_pairs(point),
+            rho=rho, value=value - loss.base, worst_loss=value, history=best.history, fw_gap=gap, converged=converged,
+            random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
         )  # fmt: skip
         return result, point
 

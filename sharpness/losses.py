@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from quotient_manifolds.linalg import as_count, at_least_float32
-from quotient_manifolds.symmetries.modules import default_forward, plain_class, tensors, tree_map
+from quotient_manifolds.symmetries.modules import default_forward, eager, floats, plain_class, tensors, tree_map
 
 from .errors import naming
 
@@ -220,6 +221,24 @@ def loss_of_guessing(model: nn.Module, batch: Any, micro_batch: int | None = Non
 def rounding_error(model: nn.Module) -> float:
     """Return that of the model's roughest weights."""
     return max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point() or p.is_complex())
+
+
+class _Roughest(TorchFunctionMode):
+    """Note the largest rounding error of the numbers that a pass computes."""
+
+    eps = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.eps = max(self.eps, *(torch.finfo(t.dtype).eps for t in floats(result)), 0.0)
+        return result
+
+
+def computed_in(run: Callable[[], Any]) -> float:
+    """Return the rounding error of the roughest numbers that a pass computes: it may cast the weights, or autocast."""
+    with eager(), _Roughest() as seen:
+        run()
+    return seen.eps
 
 
 def to_float32(batch: Any) -> Any:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
 from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
 from quotient_manifolds.symmetries.examination import examine_model
 from quotient_manifolds.symmetries.lora import zero_norm
-from quotient_manifolds.symmetries.modules import plain_class, plain_names, to_device
+from quotient_manifolds.symmetries.modules import eager, plain_class, plain_names, tensors, to_device
 from quotient_manifolds.symmetries.pairs import CHANGES
 from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
@@ -27,7 +30,7 @@ from quotient_manifolds.symmetries.stacks import PairList
 
 from .building import named_weights, trainable
 from .distributed import check_alike, is_sharded_model, world_of
-from .losses import Objective, count_examples, rounding_error, to_float32
+from .losses import Objective, computed_in, count_examples, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .sharded import ShardedSpace
 from .space import HIDES, WeightSpace
@@ -36,19 +39,19 @@ T = TypeVar("T")
 
 #: Number of modules or weights that a remark names.
 _NAMED = 12
+_NO_GRADIENT = "got no gradient from any batch, so the result says nothing about them"
+_ZERO_GRADIENT = "have a gradient of exactly 0 on every batch, so to first order no loss changes with them"
 #: Up to this many roundings of the weights' dtype, and never above the second number, two equal passes may differ
 #: relatively: threads add up in no fixed order.
 _REPEATED, _ROUGHEST = 200, 1e-3
-#: The same for the canonical form, in which every weight is computed anew, in roundings of the space's dtype or, where
-#: the model itself is rougher, of its weights.
+#: The same for the canonical form, in which every weight is computed anew, in roundings of the space's dtype or of what
+#: the model computes in, float32 at least; and in those of anything rougher.
 _REWRITTEN, _ROUNDED = 1e4, 4
 #: Losses below this are compared as if they were this large: they are differences of numbers of order one.
 _SMALL = 1e-3
 #: A residual that all pairs share is the precision of the computations, at most 0.014 in half precision; up to this it
 #: is not the pairs' own, and losses may differ by three times as much.
 _SHARED = 0.03
-#: How torch begins its warning of a reentrant checkpoint behind which there is no gradient.
-_NO_GRADIENT = "None of the inputs have requires_grad"
 
 
 class RadiusError(ValueError):
@@ -143,20 +146,20 @@ class BatchLoss:
 
     def _check_second_pass(self, one: float) -> None:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
-        model = self.space.model
-        unreached = self.space.evidence.missing()[1]
-        with warnings.catch_warnings() if unreached else nullcontext():
-            if unreached:  # perhaps by a checkpoint, of which torch then warns
-                warnings.filterwarnings("error", _NO_GRADIENT)
-            try:
-                two = self.objective.value(model, self.pieces[0][1])
-            except UserWarning as error:
-                if not str(error).startswith(_NO_GRADIENT):  # of the model itself, where a user wants errors
-                    raise
-                raise ValueError(HIDES) from error
-        bound = min(_REPEATED * rounding_error(model), _ROUGHEST)
-        alike = abs(one - two) <= bound * max(abs(one), abs(two), _SMALL)
-        if not self.space.world.all(alike):
+        run = partial(self.objective.value, self.space.model, self.pieces[0][1])
+        if self.space.evidence.missing()[1]:
+            with eager(), _Seen() as seen:
+                two = run()
+            if seen.hidden:
+                raise ValueError(HIDES)
+        else:
+            two = run()
+
+        def alike(rounding: float) -> bool:
+            bound = min(_REPEATED * rounding, _ROUGHEST) * max(abs(one), abs(two), _SMALL)
+            return self.space.world.all(abs(one - two) <= bound)
+
+        if not alike(rounding_error(self.space.model)) and not alike(computed_in(run)):
             raise ValueError(
                 f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
                 "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
@@ -201,6 +204,20 @@ def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[f
         return pieces
     mine = [(weight * size, piece) for weight, piece in pieces[rank::size]]
     return mine if len(mine) == -(-len(pieces) // size) else [*mine, (0.0, pieces[0][1])]
+
+
+class _Seen(TorchFunctionMode):
+    """Note a reentrant checkpoint behind which autograd sees no weights, because its inputs need no gradient."""
+
+    hidden = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = None if self.hidden else sys._getframe(1)  # noqa: SLF001
+        while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            self.hidden = not any(t.requires_grad for t in tensors(frame.f_locals["args"]))
+        return func(*args, **(kwargs or {}))
 
 
 # -- what comes first, and last ---------------------------------------------------------------------------------------
@@ -316,9 +333,11 @@ def _at_canonical_form(
             with make(get_measure("euclidean")).attached():
                 loss = objective.value(model, batch)
         with space.attached():
-            moved = objective.value(model, batch)
-            tolerance = max(_REWRITTEN * torch.finfo(space.dtype).eps, _ROUNDED * rounding_error(model))
-        if space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 10 * _SMALL)):
+            run = partial(objective.value, model, batch)
+            moved, rounding = run(), rounding_error(model)
+            if _unlike(space, moved, loss, rounding):
+                rounding = max(rounding, computed_in(run))
+        if not _unlike(space, moved, loss, rounding):
             break
     else:
         raise ValueError(
@@ -344,6 +363,13 @@ def _at_canonical_form(
     return space
 
 
+def _unlike(space: WeightSpace, moved: float, loss: float, rounding: float) -> bool:
+    """Whether the loss at the canonical form is another one on any process."""
+    single, own = torch.finfo(torch.float32).eps, torch.finfo(space.dtype).eps
+    tolerance = max(_REWRITTEN * max(own, min(rounding, single)), _ROUNDED * rounding)
+    return not space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 10 * _SMALL))
+
+
 def _warn(text: str, remarks: list[str]) -> None:
     """Warn of what also stands in the result, for a warning is easily lost."""
     warnings.warn(text, stacklevel=3)
@@ -351,18 +377,17 @@ def _warn(text: str, remarks: list[str]) -> None:
 
 
 def collected(
-    space: WeightSpace, shares: list[tuple[list[T], set[str], set[str], Mapping[str, int]]]
+    space: WeightSpace, shares: list[tuple[list[T], set[str], set[str], set[str], Mapping[str, int]]]
 ) -> tuple[list[T], int, tuple[str, ...]]:
     """Join the processes' results, pairs that nothing certifies, and weights without a gradient; say all remarks."""
-    everything, uncertified, unreached, contents = zip(*shares, strict=True)
+    everything, uncertified, unreached, flat, contents = zip(*shares, strict=True)
     check_alike(contents)
     lost, remarks = set.intersection(*unreached), list(space.remarks)
-    if lost:
-        sizes = {name: p.numel() for name, p in space.parameters.items()}
-        remarks.append(
-            f"{sum(sizes[name] for name in lost):,} of {sum(sizes.values()):,} weights got no gradient from any "
-            f"batch, so the result says nothing about them: {_listed(sizes, lost)}"
-        )
+    sizes = {name: p.numel() for name, p in space.parameters.items()}
+    for some, what in ((lost, _NO_GRADIENT), (set.intersection(*flat) - lost, _ZERO_GRADIENT)):
+        if some:
+            count = f"{sum(sizes[name] for name in some):,} of {sum(sizes.values()):,}"
+            remarks.append(f"{count} weights {what}: {_listed(sizes, some)}")
     return list(itertools.chain(*everything)), len(set.intersection(*uncertified)), tuple(remarks)
 
 

@@ -36,8 +36,8 @@ class Search:
     ----------
     steps : int
         Upper bound on the steps of an ascent, of one forward and one backward pass each. If the loss falls outwards at
-        the best point of the sphere, further ascents search inside the ball, on spheres of a half, a quarter, … of
-        the radius.
+        the best point of the sphere, further ascents search inside the ball: on spheres of a half, a quarter, … of
+        the radius, and by Auto-PGD from the best point.
     relative_tol : float
         Stop an ascent when a first-order step can gain less than this share of the increase found so far; 0 takes all
         steps.

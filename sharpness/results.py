@@ -183,7 +183,7 @@ class SharpnessResult:
         return None if None in values else fmean(values)
 
     def __float__(self) -> float:
-        """Average the value over the batches; raise a ValueError if there are several radii."""
+        """Average the value over the batches, also eigenvalues; raise a ValueError if there are several radii."""
         self._only_rho()
         return fmean(b.value for b in self.batches)
 
@@ -284,7 +284,9 @@ def headline(result: SharpnessResult) -> str:
     if result.statistic not in ("worst", "average"):
         error = "" if result.std_error is None else f" ± {result.std_error:.2g}"
         trace = "" if result.trace is None else f", trace {result.trace:.3g}{error}"
-        return f"{said}{trace} ({result.measure.name})"
+        count = len(result.batches)
+        several = f", mean over {count} batches" if count > 1 else ""
+        return f"{said}{trace}{several} ({result.measure.name})"
     found, nats = result.batches, ""
     base = fmean(b.base_loss for b in found)
     rise = f"loss {base:.3f} → {base + float(result):.3f}"

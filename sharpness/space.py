@@ -38,7 +38,8 @@ class Evidence:
     """
 
     def __init__(self, space: WeightSpace, stacks: Sequence[PairStack]) -> None:
-        self._space, self._certification, self._unreached = space, Certification(stacks), set(space.parameters)
+        self._space, self._certification = space, Certification(stacks)
+        self._unreached, self._flat = set(space.parameters), set(space.parameters)
         self.residuals: dict[SymmetricPair, float] = {}
 
     @property
@@ -54,14 +55,19 @@ class Evidence:
         said = self._certification.see(gradient, tolerance=self.tolerance).residuals
         residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
         self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        slopes = {name: gradient.get(space.parameters[name]) for name in self._unreached}
-        self._unreached = {name for name, g in slopes.items() if g is None or not bool(g.any())}
+        slopes = {name: gradient.get(space.parameters[name]) for name in self._flat}
+        self._flat = {name for name, g in slopes.items() if g is None or not bool(g.any())}
+        self._unreached &= {name for name, g in slopes.items() if g is None}
 
-    def missing(self) -> tuple[set[str], set[str]]:
-        """Name the pairs of all processes, and the weights on any process, that had no gradient yet."""
+    def missing(self) -> tuple[set[str], set[str], set[str]]:
+        """Name the pairs of all processes that had no gradient yet, and the weights on any process.
+
+        Of weights there are two sets: those on which no loss depends, and with them those whose gradient was 0.
+        """
         gather = self._space.world.gather
         uncertified = set(gather(sorted(p.name for p in self._certification.open)))
-        return uncertified, set.intersection(*gather([self._unreached]))
+        unreached, flat = (set.intersection(*gather([names])) for names in (self._unreached, self._flat))
+        return uncertified, unreached, flat
 
 
 class WeightSpace:

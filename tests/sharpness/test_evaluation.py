@@ -540,6 +540,103 @@ def test_the_sphere_alone_would_fall(monkeypatch):
     assert min(on_sphere) < 0.9 * max(on_sphere)
 
 
+class Weights(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size))
+
+
+@pytest.mark.parametrize("where", [0.3, 0.55, 0.74])
+@pytest.mark.parametrize("ascent", ["power", "apgd"])
+def test_a_maximum_inside_the_ball_is_found_and_the_gap_is_that_of_the_whole_ball(where, ascent):
+    """1 − |w − p|² has its maximum 1 at p; on spheres of radius r it is 1 − (r − |p|)², where the search ended."""
+    model, peak = Weights(3), torch.tensor([where, 0, 0])
+
+    def loss(m, _):
+        return 1 - (m.w - peak).square().sum()
+
+    def found(**options):
+        options = {"measure": "euclidean", "rho": 1.0, "ascent": ascent, "progress": False, **options}
+        return sharpness.evaluate(model, [torch.zeros(1)], loss, **options)
+
+    result = found(steps=40)
+    (batch,) = result.batches
+    assert batch.value == pytest.approx(where**2, rel=1e-3)
+    near = found(steps=40, relative_tol=0.1)
+    assert near.batches[0].converged
+    for one, tol in ((result, 3e-4), (near, 0.1)):
+        (batch,), x = one.batches, one.direction(0).tensors["w"]
+        slope = 2 * (peak - x)
+        gap = float(slope.norm() - slope @ x)
+        assert batch.fw_gap in (None, pytest.approx(gap, rel=1e-6, abs=1e-12))  # None where the last point is the best
+        assert batch.converged == (batch.fw_gap is not None and gap <= tol * batch.value)
+    assert found(steps=40, relative_tol=0.0).batches[0].converged is None
+
+
+def test_a_maximum_at_the_weights_stays_there():
+    model = Weights(3)
+    options = {"measure": "euclidean", "rho": 1.0, "progress": False, "steps": 3}
+    result = sharpness.evaluate(model, [0], lambda m, _: 1 - m.w.square().sum(), **options)
+    (batch,) = result.batches
+    assert (batch.value, batch.distance, batch.fw_gap, batch.converged, batch.random_start) == (0, 0, 0, True, True)
+
+
+def test_a_gradient_of_zero_is_not_none():
+    """At a stationary point every weight takes part; it stood there that the result says nothing about them."""
+    model = Weights(3)
+    model.idle = nn.Parameter(torch.zeros(1))
+    zero = "3 of 4 weights have a gradient of exactly 0 on every batch, so to first order no loss changes with them: w"
+    none = "1 of 4 weights got no gradient from any batch, so the result says nothing about them: idle"
+
+    def loss(m, b):
+        return (b * m.w).square().sum()
+
+    options = {"measure": "euclidean", "progress": False}
+    assert sharpness.gradient_norm(model, [1.0, 2.0], loss, **options).remarks == (none, zero)
+    assert sharpness.evaluate(model, [1.0], loss, rho=0.1, **options).remarks == (none, zero)
+    with torch.no_grad():
+        model.w[0] = 1
+    assert sharpness.gradient_norm(model, [0.0, 2.0], loss, **options).remarks == (none,)
+
+
+def test_of_several_batches_derivatives_are_means():
+    """diag(4, 0) and diag(0, 4) have the largest eigenvalue 4, their mean has 2; |(8, 0)| and |(0, 8)| are 8."""
+    model, batches = Weights(2), [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])]
+    options = {"loss_fn": lambda m, b: 2 * (b @ m.w).square().mean(), "measure": "euclidean", "progress": False}
+    with torch.no_grad():
+        model.w.fill_(2)
+    several = sharpness.hessian(model, batches, **options)
+    assert (float(several), several.trace) == (pytest.approx(4), pytest.approx(4))
+    assert str(several).startswith("largest eigenvalue 4, trace 4")
+    assert "mean over 2 batches (euclidean)" in str(several)
+    norm = sharpness.gradient_norm(model, batches, **options)
+    assert str(norm) == "gradient norm 8, mean over 2 batches (euclidean)"
+    for passes in ({}, {"micro_batch": 1}):
+        whole = sharpness.hessian(model, [torch.cat(batches)], **options, **passes)
+        assert float(whole) == pytest.approx(2)
+        assert "batches" not in str(whole)
+        assert float(sharpness.gradient_norm(model, [torch.cat(batches)], **options)) == pytest.approx(4 * 2**0.5)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_canonical_form_is_compared_as_precisely_as_the_model_computes(wrong):
+    """Float64 weights, but float32 within, as in ModernBERT's softmax: the loss differs by 1e-8, not by 1e-15."""
+    model, batch = networks.vit(layers=1), networks.images()
+    options = {"measure": "complete-inv", "rho": 0.05, "steps": 2, "progress": False}
+    expected = float(sharpness.evaluate(model, [batch], **options))
+    layer = networks.vit_layers(model)[0]
+
+    def rounded(module, _, output):
+        return output.float().double() + (1e-2 * next(module.parameters()).norm() if wrong else 0)
+
+    next(m for m in layer.modules() if isinstance(m, nn.LayerNorm)).register_forward_hook(rounded)
+    if wrong:
+        with pytest.raises(ValueError, match=r"the loss is .* instead of"):
+            sharpness.evaluate(model, [batch], **options)
+    else:
+        assert float(sharpness.evaluate(model, [batch], **options)) == pytest.approx(expected, rel=1e-4)
+
+
 def test_average_case_of_a_quadratic_is_half_the_trace():
     """Around its minimum and in many dimensions, where a sample varies by a tenth or so of the mean."""
     torch.manual_seed(1)

@@ -169,7 +169,7 @@ def test_results_and_pieces(trained_small):
 def test_gradient_norms(trained_small):
     model, _, batch = trained_small
     result = sharpness.gradient_norm(model, [batch, batch])
-    assert str(result) == f"gradient norm {float(result):.3g} (geodesic-inv)"
+    assert str(result) == f"gradient norm {float(result):.3g}, mean over 2 batches (geodesic-inv)"
     assert [b.passes for b in result.batches] == [1, 1]
     assert result.trace is result.std_error is None
 

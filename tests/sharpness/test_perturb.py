@@ -7,13 +7,14 @@ import threading
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import sharpness
 from quotient_manifolds.symmetries import modules as module
-from sharpness import plots
+from sharpness import curvature, models, plots
 from tests import networks
 from tests.snapshots import ALL, assert_same, snapshot
 
@@ -450,7 +451,9 @@ def test_one_clean_up_alone_would_not_do(monkeypatch):
         torch.backends.mha.set_fastpath_enabled(True)
         torch.set_autocast_cache_enabled(True)
         moment += 7
-    module._fast_path._users.clear()
+    module._shortcuts._users.clear()
+    module._shortcuts._undo.clear()
+    module._movers.clear()
     torch.backends.mha.set_fastpath_enabled(True)
     assert harmed
 
@@ -475,31 +478,154 @@ def test_cached_parametrizations_do_not_change_the_value():
     assert expected > 0
 
 
-def test_threads_put_the_fast_path_back():
-    torch.backends.mha.set_fastpath_enabled(True)
-    inside, out = threading.Barrier(2), threading.Barrier(2)
-    seen = []
+SHARED = {
+    "fast path": (module._shortcuts, torch.backends.mha.get_fastpath_enabled, True),
+    "compiled code": (module.eager, lambda: torch._dynamo.eval_frame._stance.stance, "default"),
+    "kernels": (curvature._plain_attention, torch.backends.cuda.flash_sdp_enabled, True),
+    "words": (models.quiet, transformers.logging.get_verbosity, transformers.logging.WARNING),
+}
 
-    def measure(first):
-        def work():
-            inside.wait(30)
-            if first:  # leaves while the other is still at work
-                return
-            out.wait(30)
-            seen.append(torch.backends.mha.get_fastpath_enabled())
 
-        with module.preserve_model_state(nn.Linear(1, 1)):
-            work()
-        if first:
-            out.wait(30)
+@pytest.mark.parametrize("name", SHARED)
+def test_the_last_user_puts_back_what_all_threads_share(name):
+    """Else the second of two users that overlap puts back what the first one has set, for ever."""
+    shared, now, usual = SHARED[name]
+    assert now() == usual
+    with shared():
+        switched = now()
+        assert switched != usual
+        shared.use(0, on=True)
+    assert now() == switched
+    shared.use(0, on=False)
+    assert now() == usual
+    shared.use(0, on=False)
+    assert now() == usual
 
-    threads = [threading.Thread(target=measure, args=(first,)) for first in (True, False)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert seen == [False]
+
+class Beside(nn.Module):
+    """Attention of a known class and of an unknown one; ``during`` runs while the first is computed."""
+
+    def __init__(self, during=lambda: None):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
+        self.own, self.head = networks.TinyAttention(classes=4), nn.Linear(4, 3)
+        self.layer.self_attn.register_forward_pre_hook(lambda *_: during())
+
+    def forward(self, x):
+        h = self.layer(x)
+        return self.head(h.mean(1) + self.own(h))
+
+
+class Waiting(nn.Module):
+    """A module within which a thread stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.leave = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.inside.set()
+        self.leave.wait(30)
+        return x
+
+
+def test_what_runs_in_another_thread_is_no_part_of_the_model():
+    """Hooks on all modules of the process took it for one that holds the attention, which then was unknown."""
+    model, batch = Beside(), (torch.randn(3, 2, 4), torch.tensor([0, 1, 2]))
+    alone = sharpness.evaluate(model, [batch], steps=2, progress=False)
+    threads = []
+
+    def during():
+        waiting = Waiting()
+        threads.append((threading.Thread(target=waiting, args=(torch.ones(1),)), waiting))
+        threads[-1][0].start()
+        assert waiting.inside.wait(30)
+
+    model.layer.self_attn.register_forward_pre_hook(lambda *_: during())
+    found = sharpness.evaluate(model, [batch], steps=2, progress=False)
+    for thread, waiting in threads:
+        waiting.leave.set()
+        thread.join()
+    assert threads
+    assert (float(found), found.remarks) == (float(alone), alone.remarks)
+
+
+def test_two_models_in_two_threads():
+    """Each pass of one waits for one of the other, as long as both are measured; attention of both is examined."""
+    torch.set_default_dtype(torch.float32)
+    turns, batch = threading.Barrier(2), (torch.randn(3, 2, 4), torch.tensor([0, 1, 2]))
+
+    def wait():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            turns.wait(30)
+
+    models = [Beside(), Beside()]
+    measures = [lambda m=m: sharpness.evaluate(m, [batch], steps=2, progress=False).batches[0].history for m in models]
+    alone, found = [measure() for measure in measures], [None, None]
+    state = torch.get_rng_state()
+
+    def measure(i):
+        models[i].layer.self_attn.register_forward_pre_hook(lambda *_: wait())
+        found[i] = measures[i]()
+        turns.abort()
+
+    threads = [threading.Thread(target=measure, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_second_measurement_of_one_model_is_refused_and_harms_neither():
+    model, batch = networks.TinyAttention(), networks.tokens(width=4)
+    before, errors, calls = state(model), [], 0
+    alone = sharpness.evaluate(model, [batch], steps=3, progress=False).batches[0].history
+
+    def second():
+        try:
+            sharpness.evaluate(model, [batch], steps=3, progress=False)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def loss(model, batch):
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    assert sharpness.evaluate(model, [batch], loss, steps=3, progress=False).batches[0].history == alone
+    assert len(errors) == 1
+    assert "use a model in one thread at a time" in errors[0]
+    assert same(state(model), before)
+
+
+@pytest.mark.parametrize("meta", ["weight", "frozen", "buffer"])
+def test_what_has_no_numbers_is_named(meta):
+    """The message was another error's, that of the clean-up, which left torch's fast path off."""
+    model, batch = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), (torch.ones(2, 3), torch.tensor([0, 1]))
+    if meta == "weight":
+        model.to("meta")
+    elif meta == "frozen":
+        model[0].requires_grad_(False).to("meta")
+    else:
+        model[1].running_mean = model[1].running_mean.to("meta")
+    with pytest.raises(ValueError, match=r"meta.*load the whole model"):
+        sharpness.evaluate(model, [batch], progress=False)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_batches_made_under_inference_mode():
+    model = networks.vit()
+    with torch.inference_mode():
+        x, y = networks.images()
+    for measure in ("geodesic-inv", "complete-inv"):
+        plain = sharpness.evaluate(model, [networks.images()], measure=measure, steps=2, progress=False)
+        assert float(sharpness.evaluate(model, [(x, y)] * 2, measure=measure, steps=2, progress=False)) == float(plain)
 
 
 def test_an_interrupt_of_perturbed_weights():
