@@ -202,11 +202,12 @@ class preserve_model_state:
         self.contents = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
         devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
         get, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-        self.settings = [  # of this thread
+        self.settings: list[tuple[Callable[..., Any], Any]] = [  # of this thread
             (torch.set_grad_enabled, torch.is_grad_enabled()),
             (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
         ]
-        self.random = [  # of all threads: what was not drawn from stays as it is
+        # Of all threads: what was not drawn from stays as it is.
+        self.random: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any], Tensor]] = [
             (torch.get_rng_state, torch.set_rng_state, torch.get_rng_state()),
             *((partial(get, device=i), partial(put, device=i), get(i)) for i in devices),
         ]
