@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import re
 import shlex
 import sys
@@ -26,6 +27,7 @@ import traceback
 import typing
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -47,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         """Refuse what is left over by the command that was given it, not by the one above."""
         found, left = super().parse_known_args(args, namespace)
         if left:
-            self.error(f"unrecognized arguments: {' '.join(left)}")
+            many = self.prog == "sharpness run" and not any(word.startswith("-") for word in left)
+            self.error(f"unrecognized arguments: {' '.join(left)}{' (sharpness sweep measures many models)' * many}")
         return found, left
 
     def error(self, message: str) -> NoReturn:
@@ -89,24 +92,51 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | None = None) -> int:
     """Run the command line, by default that of the process; every error is reported in one line, with exit code 2."""
     top = parser() if top is None else top
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a result is not lost because a terminal lacks a letter
+    try:
+        try:
+            code = _run(top, arguments)
+        except SystemExit:  # of the parser, after --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        _give_up_output()
+        said, code = "interrupted", 130
+    except Exception as error:
+        unwritten = _give_up_output()
+        if unwritten and isinstance(error, BrokenPipeError):
+            return 141  # as programs end that SIGPIPE ends: whoever read has seen enough
+        if not isinstance(error, EXPECTED):
+            traceback.print_exc()
+        said, code = painted(words_of(error), "31", sys.stderr), 2
+    print(f"{top.prog}: {said}", file=sys.stderr)
+    return code
+
+
+def _run(top: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     options = top.parse_args(arguments)
     if not hasattr(options, "run"):
         top.print_help()
         return 0
     options.command = shlex.join([top.prog, *(sys.argv[1:] if arguments is None else arguments)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries; the commands themselves report what matters to users
+        code: int = options.run(options)
+    return code
+
+
+def _give_up_output() -> bool:
+    """Return whether what was printed cannot be written; then it is given up, or Python would fail when it ends."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries; the commands themselves report what matters to users
-            code: int = options.run(options)
-        return code
-    except KeyboardInterrupt:
-        print(f"{top.prog}: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if not isinstance(error, EXPECTED):
-            traceback.print_exc()
-        print(painted(f"{top.prog}: {words_of(error)}", "31", sys.stderr), file=sys.stderr)
-        return 2
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            sys.stdout.close()
+        return True
+    return False
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -89,8 +89,6 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     with torchrun(where := models.checked_device(own.device)) as group:
         leader = World(group).rank == 0
         loaded = models.load(model, own.checkpoint)
-        if own.checkpoint is None and loaded.folder is None and ":" not in model:
-            raise ValueError(f"{model} names an architecture without weights; give them with --checkpoint")
         network, batches = models.move(loaded.model, where), choice.load(loaded, where)
         remarks, how = [*loaded.remarks, *batches.remarks], {**asdict(search), **passes}
         written: dict[str, Any] = {"command": command, "versions": versions(), "settings": how, "remarks": remarks}
@@ -100,21 +98,24 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
             written["data"] = as_data(choice)
             digest = of_model(model, own.checkpoint)
             written["model"] = {"name": model, "checkpoint": own.checkpoint, "digest": digest}
-        for name in own.measure:
-            with naming(f"{model} on {data}"):
-                shown: dict[str, Any] = {"rho": own.rho, "progress": leader and not own.quiet}
-                results.append(result := measured(name, network, batches, group=group, **how, **shown))
-            if leader:
-                guessing = guessing or losses.loss_of_guessing(network, batches[0], own.micro_batch)
-                _print(result, guessing, verbose=own.verbose)
-                if own.out is not None:
-                    found = [{"quantity": n, **r.to_dict()} for n, r in zip(own.measure, results, strict=False)]
-                    write_json(own.out, {**written, "results": found})
+        try:
+            for name in own.measure:
+                with naming(f"{model} on {data}"):
+                    shown: dict[str, Any] = {"rho": own.rho, "progress": leader and not own.quiet}
+                    results.append(result := measured(name, network, batches, group=group, **how, **shown))
+                if leader:
+                    guessing = guessing or losses.loss_of_guessing(network, batches[0], own.micro_batch)
+                    if own.out is not None:  # before it is printed, which may fail
+                        found = [{"quantity": n, **r.to_dict()} for n, r in zip(own.measure, results, strict=False)]
+                        write_json(own.out, {**written, "results": found})
+                    _print(result, guessing, verbose=own.verbose)
+        finally:
+            if leader and results and own.report is not None:
+                plots.write_report(own.report, network, batches[0], results, written, **passes)
         if leader:
             if table := summary(results):
                 print(table)
             if own.report is not None:
-                plots.write_report(own.report, network, batches[0], results, written, **passes)
                 print(f"report: {own.report}")
     return 0
 
@@ -224,12 +225,12 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
     two = [load(name) if model is None else load(model, name) for name in (one, other)]
     with naming(f"{one} and {other} cannot be compared"):
         found = judge(*two)
+    if out is not None and not found.distances.empty:
+        write_text(out, found.distances.to_csv(index_label="kind"))
     say([found.verdict], "1")
     print(*found.evidence, sep="\n")
     if out is not None and found.distances.empty:
         say([f"- there are no distances to write to {out}: the weights could not be aligned"], "33")
-    elif out is not None:
-        write_text(out, found.distances.to_csv(index_label="kind"))
     return 0 if found.verdict.startswith("one function") else 1
 
 
@@ -271,7 +272,7 @@ def symmetries(
 
     from .models import load
 
-    loaded = load(model, checkpoint)
+    loaded = load(model, checkpoint, untrained=True)
     network, batch = loaded.model, loaded.example
     if data is not None:
         batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
@@ -330,13 +331,13 @@ def canonicalize(model: str, *, out: Path) -> int:
     # In half precision 10⁴ roundings would be any change at all.
     if not change <= min(0.1, 1e4 * rounding):
         raise ValueError(f"the canonical form of {model} changes the outputs by {change:.1e}; it is not saved")
-    print(f"{form}\nlargest relative change of an output {change:.0e}")
-    print(f"LoRA adapters of {model} change other outputs on the new weights: merge them into {model} before")
     with models.quiet():
         network.save_pretrained(out)
     for path in models.files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
         if not (out / path.name).exists():
             shutil.copy(path, out)
+    print(f"{form}\nlargest relative change of an output {change:.0e}")
+    print(f"LoRA adapters of {model} change other outputs on the new weights: merge them into {model} before")
     return 0
 
 

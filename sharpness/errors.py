@@ -19,9 +19,17 @@ class RemoteError(RuntimeError):
 #: Errors whose messages say what to do.
 EXPECTED = (ValueError, OSError, ImportError, RemoteError)
 
+#: Said of a file, instead of torch's advice to run the code in it.
+PICKLED = (
+    "is not a plain state dict of tensors, and pickled code is never executed; save it again with "
+    "torch.save(model.state_dict(), path) or as .safetensors"
+)
+
 
 def words_of(error: BaseException) -> str:
     """Describe an error in one line, with its type where the message alone may not be clear."""
+    if type(error).__name__ == "UnpicklingError":
+        return f"a file {PICKLED}"
     said = " ".join(str(error).split())[:500]
     return said if isinstance(error, EXPECTED) and said else f"{type(error).__name__}: {said}".rstrip(": ")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import glob
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.files import naming_pointers
 from quotient_manifolds.symmetries.modules import Shared, to_device
 
-from .errors import called, how_to_install, naming, require_extra
+from .errors import PICKLED, called, how_to_install, naming, require_extra
 from .losses import IGNORED
 
 __all__ = ["LoadedModel", "load", "load_state_dict"]
@@ -25,6 +28,15 @@ __all__ = ["LoadedModel", "load", "load_state_dict"]
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm")
 INPUTS = (*_VOCABULARIES, "*processor_config.json", "tokenizer_config.json", "merges.txt", "*tokens*.json")
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # no download, no code of a folder
+_LIBRARIES = {"clip": "open_clip", "timm": "timm"}  # by the extra that installs it
+#: What checkpoints of trainers call the weights; what DDP, averaged models and Lightning put before every name.
+_ENTRIES, _WRAPPERS = ("state_dict", "model_state_dict", "model"), ("module.", "model.")
+
+
+class Weights(dict[str, Tensor]):
+    """Weights by name, with remarks about what else their file holds."""
+
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,8 @@ class LoadedModel:
         The model's own class names, if it has any.
     num_classes : int or None
         Number of its classes, as far as its library, or its own attribute ``num_classes``, says so; 1 is a regression.
+    left_out : tuple of str
+        What the file of the weights holds besides them, in sentences.
 
     Examples
     --------
@@ -64,6 +78,7 @@ class LoadedModel:
     folder: Path | None = None
     labels: Mapping[str, int] = field(default_factory=dict)
     num_classes: int | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def tokenizer(self) -> Any:
@@ -78,7 +93,8 @@ class LoadedModel:
         from transformers import AutoTokenizer
 
         config: Any = self.model.config
-        with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
+        files = files_of(self.folder, _VOCABULARIES)
+        with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"), naming_pointers(files):
             tokenizer = AutoTokenizer.from_pretrained(self.folder, **_LOCAL)
             if (longest := getattr(config, "max_position_embeddings", None) or -1) > 0:  # -1 stands for no limit
                 tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
@@ -111,13 +127,13 @@ class LoadedModel:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a report says of the model: that some of its weights are frozen, as it was loaded."""
+        """What a report says of the model: what was left out of its file, and that some of its weights are frozen."""
         every, moved = (sum(p.numel() for p in self.model.parameters() if p.requires_grad >= least) for least in (0, 1))
         said = f"{moved:,} of {every:,} weights of the model are measured; the others are frozen"
-        return () if moved == every else (said,)
+        return self.left_out if moved == every else (*self.left_out, said)
 
 
-def load(name: str, checkpoint: str | None = None) -> LoadedModel:
+def load(name: str, checkpoint: str | None = None, *, untrained: bool = False) -> LoadedModel:
     """Build a model from a local folder or a library's name, with local weights.
 
     Parameters
@@ -127,7 +143,9 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function``, a function without
         arguments that returns a model; if the model has an ``image_transform``, images are read by it.
     checkpoint : str, optional
-        Local weights for a named model; without them the weights are random.
+        Local weights for a named model, see :func:`load_state_dict`; a function's model may have its own.
+    untrained : bool
+        Accept the name of an architecture without a checkpoint; the weights are then random.
 
     Returns
     -------
@@ -137,7 +155,7 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
     Raises
     ------
     ValueError, FileNotFoundError, ImportError
-        The name is unknown, or the weights cannot be read or do not fit.
+        The name is unknown, or the weights are missing, cannot be read or do not fit.
 
     Examples
     --------
@@ -159,7 +177,14 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         if checkpoint is not None:
             raise ValueError("a transformers folder contains its own weights; leave out the checkpoint")
         return _from_folder(folder)
-    state = {} if checkpoint is None else load_state_dict(checkpoint)
+    if glob.has_magic(name):
+        raise ValueError(f"{name!r} is a pattern; name one model (sharpness sweep measures many)")
+    if name.startswith(("hf-hub:", "hf_hub:")):
+        raise ValueError(
+            f"{name!r} is on the Hugging Face Hub, from which nothing is downloaded; pass the architecture's name in "
+            "timm or open_clip, and a file of its weights as checkpoint"
+        )
+    state = Weights() if checkpoint is None else _read(checkpoint)
     if ":" in name:
         model = called(name)
         if not isinstance(model, nn.Module):
@@ -167,37 +192,46 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         count = getattr(model, "num_classes", None)
         count = count if isinstance(count, int) else None
         loaded = LoadedModel(model, transform=getattr(model, "image_transform", None), num_classes=count)
-    elif importlib.util.find_spec("open_clip") and name in importlib.import_module("open_clip").list_models():
-        model, _, transform = importlib.import_module("open_clip").create_model_and_transforms(name, pretrained=None)
-        loaded = LoadedModel(model, transform=transform)
-    elif importlib.util.find_spec("timm") and importlib.import_module("timm").is_model(name):
-        loaded = _from_timm(name, state)
+    elif builder := _builder_of(name):
+        if checkpoint is None and not untrained:
+            raise ValueError(
+                f"{name} names an architecture without weights; give them as checkpoint (to compare two: both files, "
+                f"with --model {name})"
+            )
+        loaded = builder(name, state)
     else:
+        missing = [extra for extra, module in _LIBRARIES.items() if importlib.util.find_spec(module) is None]
+        more = f" ({how_to_install(','.join(missing))})" if missing else ""
         raise ValueError(
             f"there is no folder {name!r}. If that is a name on the Hugging Face Hub: nothing is downloaded; save the "
             f"model and its tokenizer first, by from_pretrained({name!r}) and save_pretrained(folder), and pass the "
-            f"folder. It is not the name of an open_clip or timm model either ({how_to_install('clip,timm')}), nor "
-            "module:function"
+            "folder. It is not the name of an open_clip or timm model either"
+            f"{more}, nor module:function"
         )
     if checkpoint is not None:
+        state = _unwrapped(state, loaded.model.state_dict())
         with naming(f"the weights in {checkpoint} are not those of {type(loaded.model).__name__}"):
             loaded.model.load_state_dict(state)
     loaded.model.eval()
-    return loaded
+    return replace(loaded, left_out=state.remarks)
 
 
-def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def load_state_dict(path: str | os.PathLike[str], names: Collection[str] = ()) -> Weights:
     """Read weights from ``.safetensors``, or from torch's format without executing any code.
 
     Parameters
     ----------
     path : str or path
         File.
+    names : collection of str
+        The model's own names. The prefixes ``module.`` and ``model.``, if all names of the file have one, are stripped
+        until it has one of these; without them, until none is left.
 
     Returns
     -------
     dict of str to Tensor
-        On the CPU; a ``state_dict`` inside a checkpoint is taken out, and ``module.`` prefixes are stripped.
+        On the CPU: a ``state_dict``, ``model_state_dict`` or ``model`` inside a checkpoint is taken out, and what
+        ``torch.compile`` adds to names is left out. Its ``remarks`` say what else the file holds.
 
     Raises
     ------
@@ -215,36 +249,78 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     ...     load_state_dict(path)
     {'weight': tensor([[1., 1.]])}
     """
+    return _unwrapped(_read(path), names)
+
+
+def _read(path: str | os.PathLike[str]) -> Weights:
+    """Read the weights of a file, with the names that they have there."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint file {path}")
-    if path.suffix == ".safetensors":
-        with require_extra("reading .safetensors needs safetensors", "transformers"):
-            from safetensors.torch import load_file
-        with naming(f"{path} is not a readable safetensors file"):
-            state: Any = load_file(path)
-    else:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(
-                f"{path} is not a plain state dict of tensors, and pickled code is never executed; save it again with "
-                "torch.save(model.state_dict(), path) or as .safetensors"
-            ) from error
-    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]
+    with naming_pointers([path]):
+        if path.suffix == ".safetensors":
+            with require_extra("reading .safetensors needs safetensors", "transformers"):
+                from safetensors.torch import load_file
+            with naming(f"{path} is not a readable safetensors file"):
+                state: Any = load_file(path)
+        else:
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise ValueError(f"{path} {PICKLED}") from error
+    left = list[str]()
+    if isinstance(state, dict):
+        taken = next((k for k in _ENTRIES if isinstance(state.get(k), dict)), None)
+        counter = "n_averaged" in state and all(str(k).startswith("module.") for k in state if k != "n_averaged")
+        left = [str(k) for k in state if (k != taken if taken else counter and k == "n_averaged")]
+        state = state[taken] if taken else {k: v for k, v in state.items() if k not in left}
     if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor) for v in state.values()):
         raise ValueError(f"{path} holds no state dict (a mapping of names to tensors)")
-    prefix = "module." if all(str(k).startswith("module.") for k in state) else ""  # of a wrapper such as DDP
-    return {str(k).removeprefix(prefix): v for k, v in state.items()}
+    found = Weights((str(k), v) for k, v in state.items())
+    found.remarks = (f"of the checkpoint these entries were not read: {', '.join(left)}",) if left else ()
+    return found
 
 
-def _from_timm(name: str, state: Mapping[str, Tensor]) -> LoadedModel:
+def _unwrapped(state: Weights, names: Collection[str] = ()) -> Weights:
+    """Strip what wrappers put into names, see :func:`load_state_dict`."""
+    found = {k if k in names else k.replace("_orig_mod.", ""): v for k, v in state.items()}
+    while not found.keys() & set(names):
+        prefix = next((p for p in _WRAPPERS if found and all(k.startswith(p) for k in found)), None)
+        if prefix is None:
+            break
+        found = {k.removeprefix(prefix): v for k, v in found.items()}
+    stripped = Weights(found)
+    stripped.remarks = state.remarks
+    return stripped
+
+
+def _builder_of(name: str) -> Callable[[str, Weights], LoadedModel] | None:
+    """Return what builds a library's model; a library is imported, for ten seconds, only if it may have that name."""
+    clip = importlib.util.find_spec("open_clip")
+    if clip is not None and "/" not in name:
+        configuration = Path(str(clip.origin)).parent / "model_configs" / f"{name}.json"
+        added = "open_clip" in sys.modules and name in importlib.import_module("open_clip").list_models()
+        if added or configuration.is_file():
+            return _from_open_clip
+    # timm's names are those of functions, with a tag behind a dot.
+    may_be = name.partition(".")[0].isidentifier() and importlib.util.find_spec("timm") is not None
+    return _from_timm if may_be and importlib.import_module("timm").is_model(name) else None
+
+
+def _from_open_clip(name: str, state: Weights) -> LoadedModel:
+    import open_clip
+
+    model, _, transform = open_clip.create_model_and_transforms(name, pretrained=None)
+    return LoadedModel(model, transform=transform)
+
+
+def _from_timm(name: str, state: Weights) -> LoadedModel:
     import timm
 
     model = timm.create_model(name, pretrained=False)
     top = model.default_cfg.get("classifier")
-    head = state.get(f"{top[0] if isinstance(top, (list, tuple)) else top}.weight")
+    top = f"{top[0] if isinstance(top, (list, tuple)) else top}.weight"
+    head = _unwrapped(state, model.state_dict()).get(top)
     if head is not None and head.dim() and head.shape[0] != model.num_classes:
         model = timm.create_model(name, pretrained=False, num_classes=head.shape[0])
     settings = timm.data.resolve_model_data_config(model)
@@ -254,8 +330,6 @@ def _from_timm(name: str, state: Mapping[str, Tensor]) -> LoadedModel:
 
 def _from_folder(folder: Path) -> LoadedModel:
     """Load a transformers folder, whose weights must all be there and all be used."""
-    with require_extra(f"reading {folder} needs transformers", "transformers"):
-        import transformers
     if (folder / "adapter_config.json").is_file():  # transformers would attach it, and freeze everything else
         raise ValueError(
             f"{folder} holds a PEFT adapter; save the whole model after merge_and_unload(), move adapter_config.json "
@@ -263,10 +337,19 @@ def _from_folder(folder: Path) -> LoadedModel:
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model")
+    with require_extra(f"reading {folder} needs transformers", "transformers"):
+        import transformers
     with quiet(), naming(f"{folder} cannot be loaded"):
         settings, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+        if "pretrained_cfg" in settings and "architectures" not in settings:
+            raise ValueError(
+                f"it holds a model of timm; pass its name {settings.get('architecture')} with the file of weights as "
+                f"checkpoint, or timm.create_model('local-dir:{folder}', pretrained=True) by a function of yours"
+            )
         kind: Any = getattr(transformers, (settings.get("architectures") or ["AutoModel"])[0])
-        model, report = kind.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL)
+        with naming_pointers(files_of(folder, ("*.safetensors", "*.bin"))):
+            options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **_LOCAL}
+            model, report = kind.from_pretrained(folder, **options)
         labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
         example = _example(model)
     # Without some of the weights the model would be random, and with others it would be another one.

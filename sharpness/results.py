@@ -278,7 +278,7 @@ class SharpnessResult:
 
 
 def headline(result: SharpnessResult) -> str:
-    """Say what was found at one radius, or at the weights, in a line."""
+    """Say what was found at one radius, or at the weights; what is longer than a line stands on two."""
     what = {"worst": "sharpness", "average": "average sharpness", "Hessian": "largest eigenvalue"}
     said = f"{what.get(result.statistic, result.statistic)} {_amount(result)}"
     if result.statistic not in ("worst", "average"):
@@ -287,13 +287,13 @@ def headline(result: SharpnessResult) -> str:
         count = len(result.batches)
         several = f", mean over {count} batches" if count > 1 else ""
         return f"{said}{trace}{several} ({result.measure.name})"
-    found, nats = result.batches, ""
+    found, nats, between = result.batches, "", " "
     base = fmean(b.base_loss for b in found)
     rise = f"loss {base:.3f} → {base + float(result):.3f}"
     if result.error_increase is not None:  # of classes, so that the loss is a cross-entropy
         errors = (fmean(getattr(b, name) for b in found) for name in ("base_error", "worst_error"))
-        nats, rise = " nats", f"{rise}, error rate {' → '.join(f'{e:.1%}' for e in errors)}"
-    return f"{said}{nats} at ρ = {result.rhos[0]:.4g} ({result.measure.name}): {rise}"
+        nats, between, rise = " nats", "\n    ", f"{rise}, error rate {' → '.join(f'{e:.1%}' for e in errors)}"
+    return f"{said}{nats} at ρ = {result.rhos[0]:.4g} ({result.measure.name}):{between}{rise}"
 
 
 def _amount(result: SharpnessResult) -> str:
@@ -331,24 +331,40 @@ def settings(result: SharpnessResult) -> str:
     return f"{result.statistic} of {result.model}: {', '.join(how)}"
 
 
+#: What limits numbers, by the name of its count.
+DOUBTS = {
+    "breakdown": "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the breakdown "
+    "of its retraction, not the network",
+    "num_uncertified": "{} pairs got no gradient from these data, so nothing certifies their symmetry",
+    "num_null": "{} directions of pairs are zero to within rounding and are not moved",
+    "random_start": "{} of {} ascents began in a random direction: the gradient at the weights was zero to within "
+    "rounding",
+    "num_exited_pairs": "{} of {} worst points have pairs whose geodesic would leave the manifold; it was shortened",
+    "unconverged": "{} of {} ascents used all their steps and did not converge; more steps may give a larger value",
+}
+
+
+def _ratio(result: SharpnessResult) -> float:
+    """Return the largest radius in units of the smallest singular value of a pair, which limits the mix metric."""
+    smallest = result.min_singular_value
+    return max(result.rhos) / smallest if result.measure.pair_metric == "mix" and smallest else 0.0
+
+
+def limits(result: SharpnessResult) -> dict[str, int]:
+    """Count what limits the numbers, by the names of DOUBTS."""
+    batches = result.batches
+    return {
+        "breakdown": int(_ratio(result) > LEAVES),
+        "num_uncertified": result.num_uncertified,
+        "num_null": result.num_null,
+        "random_start": sum(b.random_start for b in batches),
+        "num_exited_pairs": sum(b.num_exited_pairs > 0 for b in batches),
+        "unconverged": sum(b.converged is False for b in batches),
+    }
+
+
 def doubts(result: SharpnessResult) -> Iterator[str]:
     """Say what limits the numbers."""
-    batches, smallest = result.batches, result.min_singular_value
-    if result.measure.pair_metric == "mix" and smallest:
-        ratio = max(result.rhos) / smallest
+    if ratio := _ratio(result):
         yield f"largest rho over the smallest singular value of a pair: {ratio:.3g}"
-        if ratio > LEAVES:
-            yield (
-                "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the "
-                "breakdown of its retraction, not the network"
-            )
-    flat, exited = (sum(getattr(b, name) > 0 for b in batches) for name in ("random_start", "num_exited_pairs"))
-    unconverged = sum(b.converged is False for b in batches)
-    counts = {
-        "{} pairs got no gradient from these data, so nothing certifies their symmetry": result.num_uncertified,
-        "{} directions of pairs are zero to within rounding and are not moved": result.num_null,
-        "{} of {} ascents began in a random direction: the gradient at the weights was zero to within rounding": flat,
-        "{} of {} worst points have pairs whose geodesic would leave the manifold; it was shortened": exited,
-        "{} of {} ascents used all their steps and did not converge; more steps may give a larger value": unconverged,
-    }
-    yield from (text.format(count, len(batches)) for text, count in counts.items() if count)
+    yield from (DOUBTS[k].format(count, len(result.batches)) for k, count in limits(result).items() if count)

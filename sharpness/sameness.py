@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +17,11 @@ from quotient_manifolds.symmetries.certificate import change
 from quotient_manifolds.symmetries.modules import floats, tree_map, widened
 from quotient_manifolds.symmetries.whole import Alignment, align_models, canonical_form, independence_test
 
+from .errors import require_extra
 from .models import LoadedModel
+
+with require_extra("comparing two models needs pandas", "plot"):
+    import pandas as pd
 
 
 @dataclass(frozen=True)

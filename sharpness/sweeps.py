@@ -168,7 +168,9 @@ def table(
     count, notes = len(study.targets(rows, target)), []
     if per_model or count < FEWEST_MODELS:
         shown = study.per_model(rows, short=short)
-        notes.append("Losses and sharpness are in nats, with the standard error over batches; errors are fractions.")
+        errors = any("standard error" in name for name in shown)
+        over = ", with the standard error over batches" * errors
+        notes.append(f"Losses and sharpness are in nats{over}; errors are fractions.")
         if count < FEWEST_MODELS:
             fix = "" if count or failed else " Give the sweep test data, or choose another --target."
             notes.append(f"{count} models with a {target}: too few to correlate, which needs {FEWEST_MODELS}.{fix}")
@@ -177,6 +179,8 @@ def table(
         shown = study.compare(rows, target, given=controls)
         shown = one_radius(shown) if short else shown
         notes.append(f"tau is Kendall's, with the {target}; partial is tau given {', '.join(controls)}.")
+    if format == "text" and any(name.endswith(", unconverged") for name in shown):
+        notes.append("* did not converge: a lower bound")
     if format == "csv":
         print(shown.to_csv(index=False), end="")
     elif format == "latex":
@@ -207,8 +211,10 @@ def plot(results: Path, *, target: Target = "gap", out: Path) -> int:
     """
     from . import study
 
-    study.plot_sweep(study.read_results(results), target, out)
+    rows = study.read_results(results)
+    study.plot_sweep(rows, target, out)
     print(out)
+    say((f"- {remark}" for remark in study.remarks(rows)), "2")
     return 0
 
 
@@ -223,6 +229,9 @@ def _fitting(frame: Any) -> str:
         if (error := f"{name}, standard error") in shown:
             shown.pop(error)
             shown[name] += frame[error].map(lambda v: "" if v != v else f" ± {v:.2g}")
+        if (unconverged := f"{name}, unconverged") in shown:
+            shown.pop(unconverged)
+            shown[name] += frame[unconverged].map(lambda v: " *" if v > 0 else "")
     for name, low, high in (("tau", "low", "high"), ("partial", "partial_low", "partial_high")):
         if low in shown:
             shown[name] += (" [" + shown.pop(low) + ", " + shown.pop(high) + "]").where(frame[low].notna(), "")

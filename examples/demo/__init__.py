@@ -162,11 +162,11 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
             shown.update()
     table = pd.DataFrame(rows).set_index("move")
     factors = (table / table.iloc[0])[1:].rename({kind: label for kind, (_, label) in MOVES.items()})
+    draw(factors, out)
+    accuracies = {"train_accuracy": right, "test_accuracy": right_in_test}
+    write_json(numbers, {**accuracies, "output_change": change, "rows": rows})
     print(table[:1].rename({"the network": "sharpness"}).to_string(index_names=False, float_format="{:.2f}".format))
     print("\ntimes as sharp, with the same probabilities, after a reparametrisation of")
     print(factors.to_string(index_names=False, float_format=times))
     print(f"\nlargest change of a log-probability {change:.0e}")
-    draw(factors, out)
-    accuracies = {"train_accuracy": right, "test_accuracy": right_in_test}
-    write_json(numbers, {**accuracies, "output_change": change, "rows": rows})
     print(f"the picture is in {out}, the numbers in {numbers}")

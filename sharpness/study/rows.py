@@ -24,6 +24,7 @@ from .plan import Sweep
 Row = Mapping[str, Any]
 Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)] | None
 
 
 class _Row(msgspec.Struct, tag_field="kind"):
@@ -48,6 +49,13 @@ class _Sharpness(_Row, tag="sharpness"):
     trace: Finite | None = None
     per_batch: list[Finite] | None = None
     remarks: list[str] | None = None
+    # The names of ``sharpness.results.DOUBTS``.
+    breakdown: Count = None
+    num_uncertified: Count = None
+    num_null: Count = None
+    random_start: Count = None
+    num_exited_pairs: Count = None
+    unconverged: Count = None
 
 
 #: A row, by its kind.

@@ -28,6 +28,7 @@ from ..measures import LOCAL, measure_of
 from ..measuring import RadiusError
 from ..models import LoadedModel, checked_device, load, load_state_dict, move
 from ..options import Batches
+from ..results import limits
 from .plan import Checkpoint, Sweep, shard_of
 from .rows import Row, in_words, job_key, rows_of
 
@@ -212,9 +213,9 @@ def _sharpness(job: Row, inputs: _Inputs, progress: bool) -> list[Row]:
     for rho in result.rhos:  # 0 for a quantity at the weights
         part, batches = result[rho], result[rho].batches
         row = {"rho": rho, "sharpness": float(part), "per_batch": [b.value for b in batches], "remarks": remarks}
-        row |= {k: getattr(part, k) for k in ("trace", "error_increase", "min_singular_value", "num_null")}
+        row |= {k: getattr(part, k) for k in ("trace", "error_increase", "min_singular_value")}
         row |= {"base_loss": fmean(b.base_loss for b in batches), "passes": sum(b.passes for b in batches)}
-        rows.append({**row, "unconverged": sum(b.converged is False for b in batches)})
+        rows.append({**row, **limits(part)})
     return rows
 
 
@@ -247,9 +248,9 @@ def _baselines(inputs: _Inputs) -> dict[str, float | None]:
     """Compute what the function of the sweep returns, from the model, the batches and the initial weights."""
     model, initial, start = inputs.loaded.model, inputs.sweep.initial, None
     if initial is not None:
-        found = load(initial).model.state_dict() if Path(initial).is_dir() else load_state_dict(initial)
-        # A bare body has no prefix, and fine-tuned image towers of CLIP are stored with one more.
         body, names = getattr(model, "base_model_prefix", ""), model.state_dict().keys()
+        found = load(initial).model.state_dict() if Path(initial).is_dir() else load_state_dict(initial, names)
+        # A bare body has no prefix, and fine-tuned image towers of CLIP are stored with one more.
         start = {own: v for k, v in found.items() for own in {k, f"{body}.{k}", k.removeprefix("model.")} & names}
     function = str(inputs.sweep.baselines)
     numbers = called(function, model, inputs.data, start)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..errors import require_extra
 from ..measures import MEASURES
 from ..plots import COLOURS, MARKERS, figure
+from ..results import DOUBTS
 from .rows import FITS, Row
 
 _Array = npt.NDArray[np.float64]
@@ -86,15 +87,16 @@ def measurements(rows: Sequence[Row]) -> Any:
     -------
     pandas.DataFrame
         With the columns ``checkpoint``, ``kind``, ``quantity``, ``rho`` (0 without a radius), ``value`` (the mean over
-        the batches) and ``std_error`` (over the batches; NaN for one batch).
+        the batches), ``std_error`` (over the batches; NaN for one batch) and ``unconverged`` (the number of ascents
+        that did not converge).
 
     Examples
     --------
     >>> of = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive"}
     >>> found = measurements([{**of, "rho": 0.5, "sharpness": 0.2, "per_batch": [0.1, 0.3]}])
     >>> print(found.to_string(index=False))
-    checkpoint      kind quantity  rho  value  std_error
-         run 7 sharpness adaptive  0.5    0.2        0.1
+    checkpoint      kind quantity  rho  value  std_error  unconverged
+         run 7 sharpness adaptive  0.5    0.2        0.1            0
     """
     with require_extra("tables need pandas", "plot"):
         import pandas as pd
@@ -104,14 +106,15 @@ def measurements(rows: Sequence[Row]) -> Any:
         if row["kind"] == "sharpness":
             name, batches = row["measure"], row.get("per_batch") or ()
             error = stdev(batches) / len(batches) ** 0.5 if len(batches) > 1 else math.nan
-            lines.append((*place, name, row["rho"], row["sharpness"], error))
+            lines.append((*place, name, row["rho"], row["sharpness"], error, row.get("unconverged") or 0))
             if row.get("trace") is not None:
-                lines.append((*place, f"{name}, trace", 0.0, row["trace"], math.nan))
+                lines.append((*place, f"{name}, trace", 0.0, row["trace"], math.nan, 0))
             continue
         for name in FITS if row["kind"] == "fit" else [k for k in row if k != "seconds"]:
             if isinstance(row.get(name), (int, float)) and not isinstance(row[name], bool):
-                lines.append((*place, name, 0.0, row[name], math.nan))
-    return pd.DataFrame(lines, columns=["checkpoint", "kind", "quantity", "rho", "value", "std_error"])
+                lines.append((*place, name, 0.0, row[name], math.nan, 0))
+    columns = ["checkpoint", "kind", "quantity", "rho", "value", "std_error", "unconverged"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def one_radius(frame: Any) -> Any:
@@ -138,7 +141,8 @@ def per_model(rows: Sequence[Row], *, short: bool = False) -> Any:
     -------
     pandas.DataFrame
         Losses and errors on training and test data, the gap (test error minus training error), and every measure with
-        its radius; the standard error over the batches, if there are several, has a column of its own.
+        its radius; the standard error over the batches, if there are several, and the number of ascents that did not
+        converge, if there are any, have columns of their own.
 
     Examples
     --------
@@ -159,11 +163,13 @@ def per_model(rows: Sequence[Row], *, short: bool = False) -> Any:
         table[column] = part["value"]
         if part["std_error"].notna().any():
             table[f"{column}, standard error"] = part["std_error"]
+        if part["unconverged"].any():
+            table[f"{column}, unconverged"] = part["unconverged"]
     return table.rename_axis("model").reset_index()
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """List what was remarked on the measurements of a sweep, each once, with the models that it is about.
+    """List what was remarked on the measurements of a sweep and what limits them, each once, with the models.
 
     Parameters
     ----------
@@ -181,10 +187,16 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     ['so (adaptive; run 7)']
     """
     about: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    for row in rows:
-        for remark in row.get("remarks") or ():
-            measures, models = about.setdefault(remark, ({}, {}))
-            measures[row["measure"]] = models[row["checkpoint"]] = None
+    said = [(remark, row) for row in rows for remark in row.get("remarks") or ()]
+    for name, text in DOUBTS.items():
+        counted = [row for row in rows if row["kind"] == "sharpness" and row.get(name) is not None]
+        numbers = [row[name] for row in counted]
+        total = sum(max(row[name], len(row.get("per_batch") or "1")) for row in counted if row["rho"])
+        several = sum(numbers) if "{} of {}" in text else max(numbers, default=0)  # pairs are those of every radius
+        said += [(text.format(several, total), row) for row in counted if row[name]]
+    for remark, row in said:
+        measures, models = about.setdefault(remark, ({}, {}))
+        measures[row["measure"]] = models[row["checkpoint"]] = None
     return [
         f"{remark} ({', '.join(measures)}; {', '.join(models) if len(models) <= 3 else f'{len(models)} models'})"
         for remark, (measures, models) in about.items()
@@ -309,7 +321,7 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
         With the columns ``quantity``, ``rho``, ``median`` (over models), ``models``, ``tau``, ``low``, ``high``, ``p``,
         and ``partial``, ``partial_low``, ``partial_high`` (τ given the controls), sorted as in the rows. Intervals are
         at 95 %; those of the partial τ hold all at once (Bonferroni). Quantities of fewer than three models are left
-        out.
+        out. If ascents did not converge, ``unconverged`` is the number of models with such.
 
     Raises
     ------
@@ -347,11 +359,17 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
         if known and quantity not in controls:
             partial = kendall(values, y, known, level=1 - 0.05 / len(columns))
         lines.append((quantity, rho, values.median(), len(values), *tau, *partial[:3]))
-    return frame.iloc[:0].from_records(lines, columns=[*_PLACE, *_FOUND])
+    shown = frame.iloc[:0].from_records(lines, columns=[*_PLACE, *_FOUND])
+    if frame["unconverged"].any():
+        counts = (frame["unconverged"] > 0).groupby([frame[name] for name in _PLACE]).sum()
+        shown["unconverged"] = [counts[place] for place in zip(*(shown[name] for name in _PLACE), strict=True)]
+    return shown
 
 
 def plot_sweep(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -> Any:
     """Draw the target of every model against every measure, at its default radius or the middle one, with τ.
+
+    Markers of models with ascents that did not converge are hollow.
 
     Parameters
     ----------
@@ -388,6 +406,10 @@ def plot_sweep(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -
         for axes, ((quantity, rho), part) in zip(grid[0], parts, strict=False):
             colour = COLOURS.get(quantity, "0.4")
             axes.plot(part["value"], part["checkpoint"].map(goal), MARKERS.get(quantity, "o"), color=colour)
+            if len(hollow := part[part["unconverged"] > 0]):
+                options = {"color": colour, "markerfacecolor": "white", "linestyle": "", "label": "not converged"}
+                axes.plot(hollow["value"], hollow["checkpoint"].map(goal), marker=MARKERS.get(quantity, "o"), **options)
+                axes.legend()
             said = "too few to correlate"
             if len(part) >= FEWEST_MODELS:
                 said = "τ = {tau:+.2f} [{low:+.2f}, {high:+.2f}]".format(**found.loc[(quantity, rho)])

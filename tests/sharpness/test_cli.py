@@ -83,7 +83,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert cli.main(own) == 2
     assert "would replace" in capsys.readouterr().err
     assert cli.main(arguments) == 0
-    assert re.search(r"^sharpness [\d.]+ ± [\d.]+ nats at ρ = 0.1 \(adaptive\): loss", capsys.readouterr().out)
+    assert re.search(r"^sharpness [\d.]+ ± [\d.]+ nats at ρ = 0.1 \(adaptive\):\n    loss", capsys.readouterr().out)
     written = json.loads(out.read_text())
     found, local = written["results"]
     assert (found["rhos"], local["rhos"]) == ([0.1], [0.0])  # a gradient norm has no radius
@@ -144,7 +144,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
         ("tests.spread:batches", "tests.spread:batches", "returned list, not a torch module"),
         ("tests.spread:model", "nowhere.safetensors", "there is no data at nowhere.safetensors"),
         ("no-such-model", "tests.spread:batches", "nor module:function"),
-        ("test_vit", "tests.spread:batches", "names an architecture without weights; give them with --checkpoint"),
+        ("test_vit", "tests.spread:batches", "names an architecture without weights; give them as checkpoint"),
     ],
 )
 def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
@@ -301,7 +301,7 @@ def test_the_number_stands_beside_reference_values(capsys, monkeypatch):
     run = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--measure", "adaptive", "--rho"]
     assert cli.main([*run, "0.5", "0.2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [i for i, line in enumerate(lines) if "0.02 to 0.29 nats at this radius in five small models" in line] == [1]
+    assert [i for i, line in enumerate(lines) if "0.02 to 0.29 nats at this radius in five small models" in line] == [2]
 
 
 @pytest.mark.parametrize(

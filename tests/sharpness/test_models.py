@@ -1,7 +1,9 @@
+import importlib.util
 import json
 import pickle
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,7 +83,9 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
 def test_names_with_a_tag_and_heads_of_two(tmp_path):
     import timm
 
-    white = load("vit_tiny_patch16_224.augreg_in21k").transform(Image.new("RGB", (300, 256), "white"))
+    with pytest.raises(ValueError, match="names an architecture without weights"):  # they were random
+        load("vit_tiny_patch16_224.augreg_in21k")
+    white = load("vit_tiny_patch16_224.augreg_in21k", untrained=True).transform(Image.new("RGB", (300, 256), "white"))
     assert torch.equal(white, torch.ones(3, 224, 224))  # mean and deviation are 0.5
     model = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=7)
     torch.save(model.state_dict(), tmp_path / "ten.pt")
@@ -333,3 +337,104 @@ def test_a_module_may_be_called_module(tmp_path):
     model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     assert set(load_state_dict(tmp_path / "weights.pt")) == set(model.state_dict())
+
+
+LINEAR = {"weight": torch.tensor([[2.0]]), "bias": torch.tensor([3.0])}
+
+
+def below(prefix, shift=0.0):
+    return {prefix + k: v + shift for k, v in LINEAR.items()}
+
+
+@pytest.mark.parametrize(
+    ("saved", "left"),
+    [
+        (below("_orig_mod."), ""),  # torch.compile
+        ({"state_dict": below("_orig_mod.module.")}, ""),
+        ({"state_dict": below("module._orig_mod.")}, ""),
+        ({"model": LINEAR, "epoch": 3}, "epoch"),  # DeiT, nanoGPT
+        ({"model_state_dict": LINEAR, "optimizer_state_dict": {"state": {}}}, "optimizer_state_dict"),
+        ({"state_dict": LINEAR, "state_dict_ema": below("", 1.0)}, "state_dict_ema"),  # timm
+        ({"state_dict": below("model."), "pytorch-lightning_version": "2"}, "pytorch-lightning_version"),
+        ({"n_averaged": torch.tensor(3), **below("module.")}, "n_averaged"),  # torch.optim.swa_utils
+    ],
+    ids=["compiled", "compiled-last", "compiled-first", "model", "tutorial", "averages", "lightning", "swa"],
+)
+def test_what_wrappers_put_around_weights_is_stripped_and_what_is_left_out_said(saved, left, tmp_path):
+    """None of these were read, and averages were left out in silence."""
+    torch.save(saved, path := tmp_path / "weights.pt")
+    assert load_state_dict(path) == LINEAR
+    loaded = load("tests.sharpness.test_models:linear", str(path))
+    assert loaded.model.weight.item() == 2
+    assert loaded.remarks == ((f"of the checkpoint these entries were not read: {left}",) if left else ())
+
+
+def linear():
+    return torch.nn.Linear(1, 1)
+
+
+def test_a_models_own_names_are_kept(tmp_path):
+    """Where all begin alike, only the model tells whether a wrapper put the beginning there."""
+    torch.save({"module.model." + k: v for k, v in LINEAR.items()}, path := tmp_path / "weights.pt")
+    assert load("tests.sharpness.test_models:named_model", str(path)).model.model.weight.item() == 2
+    assert load_state_dict(path, ["model.weight"]) == below("model.")
+    compiled = {f"{k}._orig_mod.{name}": v for k in "ab" for name, v in LINEAR.items()}  # layer by layer
+    torch.save(compiled, path)
+    assert load_state_dict(path) == {f"{k}.{name}": v for k in "ab" for name, v in LINEAR.items()}
+
+
+def named_model():
+    return torch.nn.ModuleDict({"model": linear()})
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def test_files_that_hold_something_else_are_named(bert, tmp_path, capsys):
+    """A pointer was "header too large", and for a pickle the advice was torch's: to run what is in it."""
+    for name in ("a.safetensors", "a.pt"):
+        (tmp_path / name).write_text(POINTER, encoding="utf-8")
+        with pytest.raises(ValueError, match=f"{name} is a pointer of Git LFS, not the file itself: type `git"):
+            load_state_dict(tmp_path / name)
+    (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"broken.safetensors is not a readable safetensors file"):
+        load_state_dict(tmp_path / "broken.safetensors")
+    (bert / "model.safetensors").write_text(POINTER, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"model.safetensors is a pointer of Git LFS"):
+        load(str(bert))
+    (bert / "model.safetensors").unlink()
+    torch.save({"weight": torch.ones(1), "more": Trap()}, bert / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"bert cannot be loaded: a file is not a plain state dict of .* never exec"):
+        load(str(bert))
+    (bert / "tokenizer.json").write_text(POINTER, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer.json is a pointer of Git LFS"):
+        _ = replace(load("torch.nn:PReLU"), folder=bert, model=SimpleNamespace(config=None)).tokenizer
+
+
+def test_models_of_the_hub_and_patterns_are_refused_before_libraries_are_imported(tmp_path, monkeypatch):
+    """It took 11 to 29 s, and advised to install what was installed."""
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} is imported"))
+    for name, words in (
+        ("hf-hub:timm/vit_tiny_patch16_224", "is on the Hugging Face Hub, from which nothing is downloaded"),
+        ("org/bert", "save the model and its tokenizer first, by from_pretrained"),
+        ("runs/*", "is a pattern; name one model"),
+        ("bert-base-uncased", "It is not the name of an open_clip or timm model either, nor module:function"),
+    ):
+        monkeypatch.delitem(sys.modules, "open_clip", raising=False)
+        with pytest.raises(ValueError, match=words):
+            load(name)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else found(name))
+    with pytest.raises(ValueError, match=r"timm model either \(install the extra timm, pip install '.\[timm\]'"):
+        load("bert-base-uncased")
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "pretrained_cfg": {"tag": "x"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="it holds a model of timm; pass its name vit_tiny_patch16_224 with the file"):
+        load(str(tmp_path))
+
+
+def test_open_clips_names_are_those_of_its_files():
+    open_clip = pytest.importorskip("open_clip")
+    files = {path.stem for path in (Path(open_clip.__file__).parent / "model_configs").glob("*.json")}
+    assert files == {*open_clip.list_models()}

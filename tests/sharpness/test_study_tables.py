@@ -1,6 +1,7 @@
 """Tables and figures of a sweep: its rows, what they say of each model, and how every measure ranks the models."""
 
 import csv
+import html
 import io
 import json
 import re
@@ -10,12 +11,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
+import torch
 
 import reproduction.statistics
 from reproduction.tables import read_table, write_rows
-from sharpness import cli
-from sharpness.study import compare, kendall, per_model, plot_sweep, read_failures, read_results, targets
+from sharpness import cli, evaluate
+from sharpness.results import DOUBTS
+from sharpness.study import compare, kendall, per_model, plot_sweep, read_failures, read_results, remarks, targets
 from sharpness.study.rows import write_results
+from tests import networks
+from tests.sharpness.test_space import Gated
 from tests.studies import study
 
 
@@ -342,3 +347,90 @@ def test_tables_fit_a_terminal(tmp_path, capsys, monkeypatch):
     assert sorted(re.findall(r"[\d.]+ \[.*?\]", printed["many", ""])) == sorted(
         re.findall(r"[\d.]+ \[.*?\]", printed["many", "80"])
     )
+
+
+def test_every_place_that_prints_a_result_says_what_limits_it(tmp_path, capsys, monkeypatch):
+    """A sweep kept that an ascent had not converged, and no table or figure said so."""
+    monkeypatch.setattr("sharpness.study.tables._RESAMPLES", 30)
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    run = ["tests.sharpness.test_study_tables:network", "tests.sharpness.test_study_tables:batches"]
+    own = ["--rho", "2", "--steps", "1", "--measure", "geodesic-mix", "--quiet"]
+    assert cli.main(["run", *run, *own, "--out", "r.json", "--report", "r.html"]) == 0
+    printed, page = capsys.readouterr().out, html.unescape(Path("r.html").read_text(encoding="utf-8"))
+    result = evaluate(network(), batches(), measure="geodesic-mix", rho=2.0, steps=1, progress=False)
+    assert result.num_uncertified == len(result.direction(0).pairs) // 2
+    assert not result.batches[0].converged
+    (kept,) = json.loads(Path("r.json").read_text(encoding="utf-8"))["results"]
+    assert (kept["num_uncertified"], kept["batches"][0]["converged"]) == (result.num_uncertified, False)
+    assert f"num_uncertified={result.num_uncertified}" in repr(result)
+    assert "converged=False" in repr(result)
+    words = [
+        f"{result.num_uncertified} pairs got no gradient from these data",
+        "1 of 1 ascents used all their steps and did not converge",
+        "beyond 0.71 the ball of the mix metric leaves the manifold",
+    ]
+    for place in (printed, page, str(result)):
+        assert [word for word in words if word not in place] == []
+    assert re.search(r"converged[^\n]*\n.* 0 of 1", printed)
+    # A sweep over the same network, as if of several.
+    torch.save(network().state_dict(), "net.pt")
+    data = ["--data", run[1], "--test", run[1], "--model", run[0]]
+    assert cli.main(["sweep", "net.pt", *data, *own, "--out", "one"]) == 0
+    rows = read_results("one")
+    for models in (2, 10):
+        sound = [{k: 0 if k in DOUBTS else v for k, v in row.items()} for row in rows]
+        several = rows + [{**row, "checkpoint": f"{i}"} for i in range(models - 1) for row in sound]
+        write_results("r.jsonl", several)
+        capsys.readouterr()
+        commands = (["table"], ["table", "--format", "csv"], ["table", "--format", "latex"], ["plot", "--out", "p.png"])
+        for command in commands:
+            assert cli.main([command[0], "r.jsonl", *command[1:]]) == 0
+            found = capsys.readouterr()
+            said = found.out + found.err
+            for word in words:
+                line = next(line for line in said.splitlines() if word.replace("1 of 1", f"1 of {models}") in line)
+                assert line.endswith("(geodesic-mix; net.pt)")
+            if command == ["table"]:
+                assert ("geodesic-mix, rho = 2" if models == 2 else "unconverged") in found.out
+                assert (
+                    bool(re.search(r"\d \*", found.out))
+                    == ("* did not converge: a lower bound" in found.out)
+                    == (models == 2)
+                )
+            if "csv" in command:
+                head, first, *_ = csv.reader(found.out.splitlines())
+                number = (
+                    dict(zip(head, first, strict=True))["geodesic-mix, rho = 2, unconverged"] if models == 2 else ""
+                )
+                assert number == ("1" if models == 2 else "")
+    panel = plot_sweep(several, "gap", "p.png").axes[0]
+    hollow = [line for line in panel.lines if line.get_markerfacecolor() == "white"]
+    assert [len(line.get_xdata()) for line in hollow] == [1]
+    assert panel.get_legend().get_texts()[0].get_text() == "not converged"
+    assert not [c for c in per_model(sound) if "unconverged" in c]  # nor anything else of sound rows
+    assert remarks(sound) == []
+    assert plot_sweep(sound, "gap", "p.png").axes[0].get_legend() is None
+
+
+def test_standard_errors_are_explained_where_there_are_any(tmp_path, capsys):
+    rows = study(models=2)
+    for several in (False, True):
+        for row in rows:
+            if row["kind"] == "sharpness" and several:
+                row["per_batch"] = [row["sharpness"], row["sharpness"]]
+        write_results(tmp_path / "r.jsonl", rows)
+        assert cli.main(["table", str(tmp_path / "r.jsonl")]) == 0
+        printed = capsys.readouterr().out
+        assert ("±" in printed) == ("standard error" in printed) == several
+
+
+def network():
+    torch.manual_seed(0)
+    return networks.shake(Gated())
+
+
+def batches():
+    """One that reaches half of the pairs."""
+    x, y = networks.tokens(count=6, width=4)
+    return [(x.index_fill(2, torch.tensor([0]), 1.0), y)]
