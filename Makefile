@@ -7,6 +7,8 @@ OLDEST := .venv-oldest
 export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process. Each imports for eleven seconds; a test that waits for processes of its own keeps a core busy.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder
+# Text without an encoding is an error in the tests; torch opens some when it is imported.
+PYTEST := PYTHONWARNDEFAULTENCODING=1 PYTHONWARNINGS=ignore::EncodingWarning:torch $(PYTEST)
 # Tests of what readers see, which make docs runs.
 PAGES := tests/test_docs.py tests/test_newcomers.py tests/test_examples.py tests/test_pages.py
 

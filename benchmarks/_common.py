@@ -23,7 +23,9 @@ def environment() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+            line.split(":", 1)[1].strip()
+            for line in info.read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
         ]
         cpu = names[0] if names else cpu
     return {
@@ -42,7 +44,8 @@ def write(name: str, rows: Any, **more: Any) -> None:
     """Write rows, and what else is given, with their environment to ``results/NAME.json``; print the rows."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(
-        json.dumps({"environment": environment(), "rows": rows, **more}, indent=1) + "\n"
+        json.dumps({"environment": environment(), "rows": rows, **more}, indent=1) + "\n",
+        encoding="utf-8",
     )
     for row in rows:
         print(row)

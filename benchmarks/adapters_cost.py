@@ -39,7 +39,7 @@ def adapter(folder: Path, layers: int, width: int, rank: int, seed: int) -> None
     folder.mkdir()
     folders.write_tensors(folder / folders.WEIGHTS, tensors())
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*shapes]}
-    (folder / folders.CONFIG).write_text(json.dumps(config))
+    (folder / folders.CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
 def peak() -> float:
@@ -75,7 +75,11 @@ def main() -> None:
                 adapter(folder, layers, width, rank, i)
             case = [str(new_rank), str(Path(place) / "out"), *map(str, parents)]
             done = subprocess.run(
-                [sys.executable, __file__, "--case", *case], check=True, capture_output=True, text=True
+                [sys.executable, __file__, "--case", *case],
+                check=True,
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
             )
             size = (parents[0] / folders.WEIGHTS).stat().st_size / 2**20
             rows.append({"model": name, "adapters": count, "rank": rank, "mib_of_one": size, **json.loads(done.stdout)})

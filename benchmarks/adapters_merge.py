@@ -160,7 +160,7 @@ def rewritten(source: Path, out: Path, change: Any) -> None:
     tensors = load_file(source / folders.WEIGHTS)
     out.mkdir()
     save_file({k: change(k, t).contiguous() for k, t in tensors.items()}, out / folders.WEIGHTS, {"format": "pt"})
-    (out / folders.CONFIG).write_text((source / folders.CONFIG).read_text())
+    (out / folders.CONFIG).write_text((source / folders.CONFIG).read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def merged(parents: list[Parent], method: str, out: Path, options: argparse.Namespace) -> None:

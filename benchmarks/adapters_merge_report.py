@@ -139,7 +139,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     rows, options = given(__doc__, "adapters_merge")
-    options.tables.write_text("\n".join(tables(rows)) + "\n")
+    options.tables.write_text("\n".join(tables(rows)) + "\n", encoding="utf-8")
     draw(rows, options.figure)
 
 

@@ -35,7 +35,7 @@ def main() -> None:
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         print(name, *found[options.library, name], sep=" | ", flush=True)
-        with TABLE.open("w", newline="") as file:
+        with TABLE.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["library", "model", "queries and keys", "values and outputs"])
             writer.writerows([*key, *found[key]] for key in sorted(found))

@@ -153,7 +153,7 @@ def append(row: dict[str, Any]) -> None:
 def recorded() -> list[dict[str, Any]]:
     """The rows that are there."""
     path = RESULTS / "barriers.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def small(kind: str, seed: int) -> nn.Module:

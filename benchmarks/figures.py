@@ -39,8 +39,8 @@ def rows(name: str) -> list[dict[str, Any]]:
     """Read what a benchmark recorded."""
     path = RESULTS / name
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return found
 
 

@@ -266,10 +266,10 @@ def main() -> None:
     else:
         part, rows = "features", features(0)
     path = RESULTS / "fingerprints.json"
-    found = json.loads(path.read_text()) if path.exists() else {"rows": [], "environment": {}}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "environment": {}}
     found["environment"][part] = environment()
     found["rows"] = [r for r in found["rows"] if r["part"] != part] + rows
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         print(row)
 

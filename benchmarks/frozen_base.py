@@ -141,7 +141,7 @@ def main() -> None:
             print(rows[-1], flush=True)
         command = [sys.executable, "-W", "ignore", __file__, "--model", options.model, "--texts", options.texts]
         command += ["--precision", precision, "--examples", str(options.examples), "--one", "measured"]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
         found = json.loads(output.splitlines()[-1])
         rows.append({"precision": precision, "memory": (found["peak"] - found["bare"]) / found["trainable"], **found})
         print(rows[-1], flush=True)

@@ -80,7 +80,7 @@ KNOWN.update({measure.name: measure for measure in ABLATIONS})
 
 def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
     """The configurations of ``vision`` by name, from the one that the collection came with."""
-    base = json.loads((folder / "sweep.json").read_text())
+    base = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     base |= {"measures": MEASURES, "rho": RADII, "relative_tol": 1e-3}
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial", "baselines")}
     few = base["data"] | {"num_examples": 64, "batch_size": 64}
@@ -117,7 +117,7 @@ def gather(kind: str, zoo: Path) -> None:
 def accounts_of(kind: str) -> list[dict[str, Any]]:
     """Accounts of the parts of a zoo."""
     path = RESULTS / f"zoo_{kind}.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
     return found
 
 

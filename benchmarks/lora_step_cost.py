@@ -75,7 +75,7 @@ def resident(device: str) -> int:
     """Return how many bytes are in use, or have been at most on a GPU."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
@@ -96,7 +96,9 @@ def peak(name: str) -> float:
     """Return what :func:`alone` prints in a process of its own, in which large blocks go back to the system at once."""
     settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
     command = [sys.executable, *sys.argv, "--one", name]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, env=settings).stdout.splitlines()[-1]
+    found = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=settings, encoding="utf-8"
+    ).stdout.splitlines()[-1]
     return round(float(json.loads(found)), 2)
 
 

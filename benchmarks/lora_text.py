@@ -309,12 +309,12 @@ def arguments(description: str | None, out: Path) -> argparse.ArgumentParser:
 
 def kept(path: Path) -> list[dict[str, Any]]:
     """The runs that a file of a study has so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def keep(row: dict[str, Any], path: Path) -> None:
     """Append a run to the file of a study, in one write, and print it."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())

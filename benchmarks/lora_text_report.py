@@ -238,7 +238,7 @@ def main() -> None:
     if (frame.part == "scale").any():
         lines += scales(runs)
     lines += costs(frame)
-    options.tables.write_text("\n".join(lines) + "\n")
+    options.tables.write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw(frame, options.figure)
 
 

@@ -63,7 +63,9 @@ def main() -> None:
     def run(which: str) -> dict[str, int]:
         command = [sys.executable, "-W", "ignore", __file__, "--one", which, "--model", options.model]
         command += ["--batch", str(options.batch), "--device", options.device, *["--keep"] * options.keep]
-        output = subprocess.run(command, check=True, capture_output=True, text=True, env=settings).stdout
+        output = subprocess.run(
+            command, check=True, capture_output=True, text=True, env=settings, encoding="utf-8"
+        ).stdout
         return json.loads(output.splitlines()[-1])
 
     bare = run("bare")

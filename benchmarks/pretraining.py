@@ -359,7 +359,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    rows = (
+        [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+        if options.out.exists()
+        else []
+    )
     if options.report:
         print("\n".join(report(rows, options.steps, options.decay)))
         return
@@ -370,7 +374,7 @@ def main() -> None:
         row = run(unit, options.ag_news)
         rows.append(row)
         done.add(unit)
-        with options.out.open("a") as file:  # one write, at the end of the file
+        with options.out.open("a", encoding="utf-8") as file:  # one write, at the end of the file
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

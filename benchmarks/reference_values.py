@@ -138,7 +138,7 @@ def main() -> None:
     recorded = RESULTS / "reference_values.json"
     for name in MODELS if paths.only is None else [paths.only]:
         for row in rows_of(name, paths):
-            rows = json.loads(recorded.read_text())["rows"] if recorded.exists() else []
+            rows = json.loads(recorded.read_text(encoding="utf-8"))["rows"] if recorded.exists() else []
             rows = [r for r in rows if (r["model"], r["measure"]) != (name, row["measure"])]
             write("reference_values", [*rows, row])
 

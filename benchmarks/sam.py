@@ -145,13 +145,17 @@ def main() -> None:
     shard, shards = map(int, options.shard.split("/"))
 
     def finished() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in options.runs.read_text().splitlines()] if options.runs.exists() else []
+        return (
+            [json.loads(line) for line in options.runs.read_text(encoding="utf-8").splitlines()]
+            if options.runs.exists()
+            else []
+        )
 
     def work(units: list[tuple[str, float, float, int]]) -> None:
         done = {(r["method"], r["rho"], r["noise"], r["seed"]) for r in finished()}
         for unit in [u for i, u in enumerate(units) if i % shards == shard - 1 and u not in done]:
             row = run(*unit, options)
-            with options.runs.open("a") as file:
+            with options.runs.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             print({k: v for k, v in row.items() if k != "losses"}, flush=True)
 

@@ -109,7 +109,9 @@ def together(options: argparse.Namespace, size: int, measure: str) -> list[dict[
     settings |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", *sys.argv, "--one", "--measure", measure]
     started = [
-        subprocess.Popen(command, env={**settings, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env={**settings, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
         for rank in range(size)
     ]
     outputs = [p.communicate()[0] for p in started]

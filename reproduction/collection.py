@@ -111,7 +111,11 @@ def train_collection(
     numbers = shard_of(range(first, len(recipes)), shard)
     todo = [i for i in numbers if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
-    if test is not None and config.is_file() and json.loads(config.read_text()).get("test") != _plain(test):
+    if (
+        test is not None
+        and config.is_file()
+        and json.loads(config.read_text(encoding="utf-8")).get("test") != _plain(test)
+    ):
         raise ValueError(f"{config} was written for other test data; delete it, or use another folder")
     if not todo and config.is_file():
         return config
@@ -153,7 +157,12 @@ def commit() -> str | None:
     """Return the commit of this code, or None outside a checkout or without git."""
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            encoding="utf-8",
         )
     except OSError:  # no git
         return None

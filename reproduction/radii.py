@@ -207,8 +207,8 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, device: str = 
     """
     path = zoo / "models" / "measure.json"
     sweep = msgspec.structs.replace(read_config(zoo / "models" / "sweep.json"), device=device)
-    base = json.loads((zoo / "models" / "sweep.json").read_text()) | {"device": device}
-    radii = json.loads(path.read_text())["rho"] if path.is_file() else {}
+    base = json.loads((zoo / "models" / "sweep.json").read_text(encoding="utf-8")) | {"device": device}
+    radii = json.loads(path.read_text(encoding="utf-8"))["rho"] if path.is_file() else {}
     fits, left_out = tested(zoo)
     base["checkpoints"] = [{**base["checkpoints"][0], "path": r["checkpoint"]} for r in fits]
     missing = [c.name for c in sweep.checkpoints if c.name not in {*left_out, *(r["checkpoint"] for r in fits)}]

@@ -144,7 +144,9 @@ def account(zoo: Path) -> dict[str, Any]:
         ``hours``: of one process each, of training, testing and measuring; ``start``: losses and errors of the model
         that all started from, or None (:func:`fit_of_start`, which tests it and keeps the result in ``start``).
     """
-    records = {int(p.stem[6:]): json.loads(p.read_text()) for p in (zoo / "models").glob("model_*[0-9].json")}
+    records = {
+        int(p.stem[6:]): json.loads(p.read_text(encoding="utf-8")) for p in (zoo / "models").glob("model_*[0-9].json")
+    }
     tests = [
         r for name in ("results", "shift") for r in read_rows(zoo / name, read_config(zoo / "models" / f"{name}.json"))
     ]

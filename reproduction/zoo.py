@@ -112,7 +112,11 @@ def build(
         progress=progress,
     )  # fmt: skip
     failed: list[Row] = []
-    base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial", "baselines")}
+    base = {
+        k: v
+        for k, v in json.loads(config.read_text(encoding="utf-8")).items()
+        if k not in ("rho", "initial", "baselines")
+    }
     base |= {"measures": [], "device": device}
     for name, source in (("results", test.source), ("shift", shift)):
         path = config.with_name(f"{name}.json")

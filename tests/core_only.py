@@ -68,14 +68,14 @@ def check_missing():
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
         (folder / "bert").mkdir()
-        (folder / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
-        (folder / "results.jsonl").write_text('{"checkpoint": "a", "kind": "fit", "train_loss": 0.5}')
+        (folder / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}), encoding="utf-8")
+        (folder / "results.jsonl").write_text('{"checkpoint": "a", "kind": "fit", "train_loss": 0.5}', encoding="utf-8")
         (folder / "classes" / "cat").mkdir(parents=True)
         (folder / "classes" / "cat" / "0.png").touch()
-        (folder / "rows.csv").write_text("checkpoint,kind\n")
+        (folder / "rows.csv").write_text("checkpoint,kind\n", encoding="utf-8")
         torch.save({"weight": torch.zeros(1)}, folder / "w.pt")
         (folder / "saved").mkdir()
-        (folder / "saved" / "state.json").write_text("{}")
+        (folder / "saved" / "state.json").write_text("{}", encoding="utf-8")
         torch_model = "torch.nn:PReLU"
         for extra, command in (
             ("transformers", ["run", str(folder / "bert"), str(folder / "rows.csv")]),

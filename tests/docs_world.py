@@ -24,7 +24,7 @@ def _rows(count, seed=0):
 
 
 def table(path, count, header="sentence\tlabel\n", seed=0):
-    path.write_text(header + "".join(f"{text}\t{label}\n" for text, label in _rows(count, seed)))
+    path.write_text(header + "".join(f"{text}\t{label}\n" for text, label in _rows(count, seed)), encoding="utf-8")
 
 
 def small_bert(folder):
@@ -47,7 +47,7 @@ def _vit(folder):
                        patch_size=4, num_labels=2)  # fmt: skip
     shake(ViTForImageClassification(config)).save_pretrained(folder)
     settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 2}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def _images(folder, count=6):
@@ -115,13 +115,13 @@ def build(folder):
     table(folder / "dev.tsv", 256)
     table(folder / "train.tsv", 60)
     rows = "".join(f"{text}\t{text}\t{('entailment', 'neutral')[label]}\n" for text, label in _rows(20))
-    (folder / "pairs.tsv").write_text("premise\thypothesis\tgold\n" + rows)
+    (folder / "pairs.tsv").write_text("premise\thypothesis\tgold\n" + rows, encoding="utf-8")
     _images(folder / "images/train")
     for name in ("soups/model_0.pt", "train/cat/0.png", "test/cat/0.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     shutil.copy(ROOT / "tests" / "networks.py", folder / "networks.py")
-    (folder / "mine.py").write_text(MINE)
+    (folder / "mine.py").write_text(MINE, encoding="utf-8")
     for seed, name in enumerate(("adapter_a", "adapter_b")):
         adapter(folder / name, folder / "path/to/bert", seed)
     for name in ("one", "two", "three"):
@@ -129,7 +129,7 @@ def build(folder):
     data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32, "num_examples": 32}
     sweep = {"checkpoints": "berts/*", "data": data, "test": data, "measures": ["adaptive"], "rho": [0.1, 0.2],
              "steps": 2}  # fmt: skip
-    (folder / "sweep.json").write_text(json.dumps(sweep))
+    (folder / "sweep.json").write_text(json.dumps(sweep), encoding="utf-8")
 
 
 def taken_for_granted(page):

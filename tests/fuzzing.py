@@ -153,11 +153,15 @@ def build(base):
     base.mkdir(parents=True)
     docs_world.small_bert(base / "bert")
     docs_world._vit(base / "vit")
-    (base / "mine.py").write_text(MINE)
+    (base / "mine.py").write_text(MINE, encoding="utf-8")
     texts = docs_world._rows(12)
     for name, mark in (("dev.tsv", "\t"), ("dev.csv", ",")):
-        (base / name).write_text("\n".join(mark.join(map(str, r)) for r in [("sentence", "label"), *texts]) + "\n")
-    (base / "dev.jsonl").write_text("".join(json.dumps({"sentence": t, "label": k}) + "\n" for t, k in texts))
+        (base / name).write_text(
+            "\n".join(mark.join(map(str, r)) for r in [("sentence", "label"), *texts]) + "\n", encoding="utf-8"
+        )
+    (base / "dev.jsonl").write_text(
+        "".join(json.dumps({"sentence": t, "label": k}) + "\n" for t, k in texts), encoding="utf-8"
+    )
     docs_world._images(base / "pics", 3)
     write_tensors(base / "xy.pt", {"x": torch.randn(12, 4), "y": torch.arange(12) % 3})
     write_tensors(base / "xy.safetensors", read_tensors(base / "xy.pt"))
@@ -167,10 +171,10 @@ def build(base):
         write_tensors(
             base / "collection" / f"net{i}.pt", nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict()
         )
-    (base / "sweep.json").write_text(json.dumps(SWEEP))
+    (base / "sweep.json").write_text(json.dumps(SWEEP), encoding="utf-8")
     (base / "folder").mkdir()
-    (base / "folder" / "keep.txt").write_text("a user's own")
-    (base / "file").write_text("a user's own")
+    (base / "folder" / "keep.txt").write_text("a user's own", encoding="utf-8")
+    (base / "file").write_text("a user's own", encoding="utf-8")
     with within(base):
         assert cli.main(["sweep", "sweep.json", "--out", "done", "--quiet"]) == 0
 
@@ -261,7 +265,7 @@ def spoil_tree(rng, tree, odd=ODD):
 
 def spoil_json(rng, path):
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(path.read_text(encoding="utf-8"))
         if rng.random() < 0.2:
             return spoil_bytes(rng, path)
         if path.name == "config.json" and rng.random() < 0.35:
@@ -270,7 +274,7 @@ def spoil_json(rng, path):
             what = f"{key}: {tree[key]}"
         else:
             what = spoil_tree(rng, tree)
-        path.write_text(json.dumps(tree if rng.random() < 0.95 else pick(rng, ODD)))
+        path.write_text(json.dumps(tree if rng.random() < 0.95 else pick(rng, ODD)), encoding="utf-8")
         return f"{path.name}: {what}"
     except (OSError, ValueError, TypeError):
         return f"{path.name}: broken already"
@@ -323,7 +327,7 @@ def spoil_table(rng, path):
         "junk": [*head, pick(rng, ["[1]", "null", "{", "{}", "3", "\\"]), *rest],
     }  # fmt: skip
     how = pick(rng, ways)
-    path.write_text(pick(rng, ["\n", "\n", "\r\n", "\r"]).join(ways[how]) + "\n", newline="")
+    path.write_text(pick(rng, ["\n", "\n", "\r\n", "\r"]).join(ways[how]) + "\n", newline="", encoding="utf-8")
     return f"{path.name}: {how} in line {at}, {label!r}"
 
 
@@ -351,7 +355,7 @@ def spoil_images(rng, path):
         shutil.copytree(path, path.parent / "inner")
         shutil.move(path.parent / "inner", path / "inner")
     else:
-        (image.parent / pick(rng, ["notes.txt", ".hidden", "notes.png"])).write_text("a note")
+        (image.parent / pick(rng, ["notes.txt", ".hidden", "notes.png"])).write_text("a note", encoding="utf-8")
     return f"{path.name}: {how} {image.name}"
 
 
@@ -427,7 +431,7 @@ def sweeps(rng, world):
         else:
             what.append(spoil_tree(rng, tree))
     name = "new.json"
-    (world / name).write_text(json.dumps(tree))
+    (world / name).write_text(json.dumps(tree), encoding="utf-8")
     what += [spoil_bytes(rng, world / name)] if rng.random() < 0.1 else []
     if rng.random() < 0.3:
         return Job(what, call=lambda: study.read_config(name))
@@ -441,7 +445,7 @@ def results(rng, world):
             what += [spoil_bytes(rng, path)] if path.is_file() else []
             continue
         try:
-            found = [json.loads(v) for v in path.read_text().splitlines()]
+            found = [json.loads(v) for v in path.read_text(encoding="utf-8").splitlines()]
             some = [r for r in found if rng.random() < 0.3] if rng.random() < 0.5 else found
             key, how, odd = (
                 pick(rng, sorted({k for r in some for k in r})),
@@ -455,7 +459,7 @@ def results(rng, world):
             row.update({key: odd} if how == "odd" else {key: found[0].get(key, 0.5)} if how == "same" else {})
             row.pop(key if how == "drop" else None, None)
         found = [*found, *some] if how == "twice" else found[:3] if how == "few" else found
-        path.write_text("".join(json.dumps(r) + "\n" for r in found))
+        path.write_text("".join(json.dumps(r) + "\n" for r in found), encoding="utf-8")
         what.append(f"{key} {how} {odd!r} in {len(some)} rows")
     target, command = pick(rng, study.TARGETS), pick(rng, ["table"] * 8 + ["plot", "call", "sweep"])
     if command == "call":
@@ -784,7 +788,7 @@ def run_case(surface, number, base):
         shutil.copytree(base, world)
         (above / "beside").mkdir()
         for place in (above, above / "beside"):
-            (place / "keep.txt").write_text("a neighbour's")
+            (place / "keep.txt").write_text("a neighbour's", encoding="utf-8")
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
         stack.enter_context(torch.random.fork_rng())

@@ -56,4 +56,7 @@ def together(size, work, *arguments, folder, timeout=900, **environment):
         p.join(max(0.0, limit - time.monotonic()))
         p.kill()
         p.join()
-    return Ended([p.exitcode for p in processes], [(folder / f"{i}.txt").read_text() for i in range(len(processes))])
+    return Ended(
+        [p.exitcode for p in processes],
+        [(folder / f"{i}.txt").read_text(encoding="utf-8") for i in range(len(processes))],
+    )

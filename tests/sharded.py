@@ -162,7 +162,7 @@ def fail(rank, size, out, how):
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
         found = [said, same(before, rows_of(model)), time.monotonic() - begin]
-        Path(f"{out}/{how}-{rank}.json").write_text(json.dumps(found))
+        Path(f"{out}/{how}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     os._exit(0)  # as a process ends that nobody tells to leave its group
 
 

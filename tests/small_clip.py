@@ -20,7 +20,7 @@ def name_small_models(folder, monkeypatch):
         monkeypatch.setattr(open_clip.factory, name, getattr(open_clip.factory, name).copy())
     folder.mkdir()
     for name, kind in (("small", {}), ("small-quickgelu", {"quick_gelu": True})):
-        (folder / f"{name}.json").write_text(json.dumps(SMALL | kind))
+        (folder / f"{name}.json").write_text(json.dumps(SMALL | kind), encoding="utf-8")
     open_clip.add_model_config(folder)
 
 

@@ -41,10 +41,10 @@ SHORTER = [
 
 
 def blocks(page):
-    for found in FENCE.finditer(page.read_text()):
+    for found in FENCE.finditer(page.read_text(encoding="utf-8")):
         language, _, options = found["info"].strip().partition(" ")
         if language not in NO_CODE:
-            line = page.read_text()[: found.start()].count("\n") + 2
+            line = page.read_text(encoding="utf-8")[: found.start()].count("\n") + 2
             yield language, options, found["body"], line
 
 
@@ -93,14 +93,16 @@ def shell(body, run):
             continue
         elif words[:2] == ["pip", "install"]:  # installs nothing: the extras must exist
             extras = re.search(r"\[(.*)\]", words[-1])
-            known = re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+            known = re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
             assert set(extras[1].split(",") if extras else []) <= set(known), line
         else:
             raise AssertionError(f"nobody runs {line!r}")
 
 
 def json_entries(body, folder):
-    (folder / "page.json").write_text(json.dumps({"checkpoints": "berts/*", "data": "dev.tsv", **json.loads(body)}))
+    (folder / "page.json").write_text(
+        json.dumps({"checkpoints": "berts/*", "data": "dev.tsv", **json.loads(body)}), encoding="utf-8"
+    )
     read_config(folder / "page.json")
 
 
@@ -115,7 +117,7 @@ def play(page, namespace, capsys, chosen=lambda line: True):
             continue
         if language == "{code-block}":  # a file
             caption = re.search(r"^:caption: (\S+)\n\n", body, re.MULTILINE)
-            Path(caption[1]).write_text(body[caption.end() :])
+            Path(caption[1]).write_text(body[caption.end() :], encoding="utf-8")
         elif language == "python":
             capsys.readouterr()
             exec(compile("\n" * (line - 1) + body, str(page), "exec"), namespace)
@@ -180,11 +182,11 @@ def test_messages_that_are_explained_exist():
         "".join(str(getattr(v, "value", "\0")) if isinstance(v, ast.Constant) else "\0" for v in values)
         for room in ("sharpness", "quotient_manifolds")
         for path in (ROOT / room).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         for values in [node.values if isinstance(node, ast.JoinedStr) else [node]]
         if isinstance(node, ast.JoinedStr | ast.Constant)
     )
-    text = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text()
+    text = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text(encoding="utf-8")
     errors, remarks = text.split("\n## ")[1:3]
     quoted = re.findall(r"^\| `([^|]*)` \|", errors, re.MULTILINE)
     quoted += re.findall(r"^\| ([^|`]*) \|", remarks, re.MULTILINE)[1:]
@@ -199,22 +201,22 @@ def test_every_figure_names_its_command():
     """In the same section as every picture there is the command that draws it."""
     command = re.compile(r"`+(?:sharpness|python -m reproduction|make|python benchmarks/\w+\.py)\b")
     for page in PAGES:
-        for section in re.split(r"^#{1,2} ", page.read_text(), flags=re.MULTILINE):
+        for section in re.split(r"^#{1,2} ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             for picture in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", section):
                 if picture.startswith("http"):
                     continue
                 assert (page.parent / picture).is_file(), f"{page}: {picture} is missing"
-                text = section if command.search(section) else page.read_text().partition("\n## ")[0]
+                text = section if command.search(section) else page.read_text(encoding="utf-8").partition("\n## ")[0]
                 assert command.search(text), f"{page}: what draws {picture}?"
 
 
 def test_commands_that_pages_name_exist():
     """Scripts, and options of ours, that are named in passing."""
     for page in PAGES:
-        for script in re.findall(r"python (benchmarks/\w+\.py|examples/\w+\.py)", page.read_text()):
+        for script in re.findall(r"python (benchmarks/\w+\.py|examples/\w+\.py)", page.read_text(encoding="utf-8")):
             assert (ROOT / script).is_file(), f"{page} names {script}"
-        for target in re.findall(r"`make ([\w-]+)", page.read_text()):
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+        for target in re.findall(r"`make ([\w-]+)", page.read_text(encoding="utf-8")):
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), (
                 f"{page} names make {target}"
             )
 
@@ -222,7 +224,7 @@ def test_commands_that_pages_name_exist():
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "results").glob("*.md")), ids=lambda p: p.stem)
 def test_a_page_of_results_answers_first(page):
     """One figure, question, answer and caveat, and how it was done in five points; all else is folded or elsewhere."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     if "**Question**" not in text:  # the plan, the details of the study, a table of costs
         assert page.stem in ("preregistration", "generalization-details", "benchmarks")
         return
@@ -236,7 +238,7 @@ def test_a_page_of_results_answers_first(page):
 
 def test_links_between_pages():
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page} links to {link}"
 
@@ -255,8 +257,8 @@ def test_a_page_that_is_wrong_is_seen(tmp_path, world, monkeypatch, capsys):
 
 
 def test_reference_values_are_those_that_were_recorded():
-    text = (ROOT / "docs" / "howto" / "choosing.md").read_text()
-    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text())["rows"]
+    text = (ROOT / "docs" / "howto" / "choosing.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text(encoding="utf-8"))["rows"]
     assert len({row["model"] for row in rows}) == 5
     (measures,) = re.findall(r"\| model, data \| base loss \|(.*)\|\n", text)
     for row in rows:
@@ -266,9 +268,9 @@ def test_reference_values_are_those_that_were_recorded():
 
 
 def test_rates_of_the_manifold_examples_are_those_that_were_recorded():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "manifold_rates.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "manifold_rates.json").read_text(encoding="utf-8"))["rows"]
     found = {(r["manifold"], r["optimiser"], r["condition"], r["lr"]): r["relative_error"] for r in rows}
-    guide = (ROOT / "docs" / "howto" / "geoopt.md").read_text()
+    guide = (ROOT / "docs" / "howto" / "geoopt.md").read_text(encoding="utf-8")
     (rates,) = re.findall(r"\| metric \| optimiser \| κ \|(.*)\|\n", guide)
     for manifold, optimiser in {key[:2] for key in found}:
         plain = manifold == "factors"

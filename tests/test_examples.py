@@ -71,7 +71,7 @@ def test_peft_method_comparison(example, kind, monkeypatch):
     """The comparison's own code, cut down to how it makes an optimiser, gets ours by its name."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = FOLDER / "peft_method_comparison" / "experiments" / "lora" / f"llama-3.2-3B-rank32-quotient-{kind}"
-    options = json.loads((folder / "training_params.json").read_text())
+    options = json.loads((folder / "training_params.json").read_text(encoding="utf-8"))
     small = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=20
     )
@@ -130,7 +130,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
     assert cli.main(["demo", "--seed", "1", "--out", str(out), "--quiet"]) == 0
     assert "LayerNorm gains" in capsys.readouterr().out
     assert out.read_bytes().startswith(b"\x89PNG")
-    found = json.loads(out.with_suffix(".json").read_text())
+    found = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
     assert found["test_accuracy"] > 0.7  # of ten classes, after a quarter of the training: .83 to .89 over seeds
     network, heads, gain = found["rows"]
     assert found["output_change"] < 1e-3
@@ -142,7 +142,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
 
 def test_numbers_of_another_origin_are_not_replaced(tmp_path, capsys):
     """The numbers go beside the picture: beside config.png stands a model's configuration."""
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert cli.main(["demo", "--quiet", "--out", str(tmp_path / "config.png")]) == 2
     assert "config.json, which the numbers would replace, is not from a demo" in capsys.readouterr().err
-    assert (tmp_path / "config.json").read_text() == "{}"
+    assert (tmp_path / "config.json").read_text(encoding="utf-8") == "{}"

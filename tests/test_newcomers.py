@@ -24,7 +24,7 @@ from .networks import bert, quantised_bert, text
 from .test_docs import README, ROOT, blocks, play
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that play calls as their users do
-TEXT = README.read_text()
+TEXT = README.read_text(encoding="utf-8")
 
 
 def section(title):
@@ -77,7 +77,7 @@ def test_the_user_of_peft_sees_the_loss_fall(follow):
 
 
 def test_losses_at_two_ranks_are_those_that_were_recorded():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "lora_rank.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "lora_rank.json").read_text(encoding="utf-8"))["rows"]
     for name in ("AdamW", "QuotientAdam"):
         shown = [float(v) for v in re.search(rf"^{name} +(\d.*)$", TEXT, re.MULTILINE)[1].split()]
         assert shown == [row["loss"] for row in rows if row["optimiser"] == name and row["seed"] == 0]
@@ -123,7 +123,7 @@ def test_the_engineer_calls_make():
     """Both commands exist, and what README shows is what the recorded demo printed."""
     (commands, shown) = [body for _, _, body, line in blocks(README) if line in section("Try it")]
     assert re.findall(r"^make (\w+)", commands, re.MULTILINE) == ["demo", "test"]
-    found = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())
+    found = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))
     first, *others = found["rows"]
     measures = list(demo.RADII)
     assert f"{found['train_accuracy']:.1%} right, {found['test_accuracy']:.1%} of 360 test digits" in shown
@@ -173,12 +173,12 @@ def test_links_within_readme_lead_to_its_sections():
 
 
 def test_badges_are_true():
-    setup = (ROOT / "setup.cfg").read_text()
+    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
     python = re.search(r"python_requires = >=(\S+)", setup)[1]
     assert f"![Python {python} or later](https://img.shields.io/badge/python-%E2%89%A5%20{python}-blue)" in TEXT
     licence = re.search(r"^license = (\S+)", setup, re.MULTILINE)[1]
     assert f"![License {licence}](https://img.shields.io/badge/license-{licence.replace('-', '--')}-blue)" in TEXT
-    paper = re.search(r"arXiv:([\d.]+)", (ROOT / "CITATION.cff").read_text())[1]
+    paper = re.search(r"arXiv:([\d.]+)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"))[1]
     assert f"[![Paper: arXiv {paper}](https://img.shields.io/badge/paper-arXiv%20{paper}-b31b1b)]" in TEXT
 
 
@@ -187,14 +187,14 @@ def test_extras_are_those_of_setup():
     setup.read(ROOT / "setup.cfg")
     known = set(setup["options.extras_require"]) - {"studies", "docs", "test"}  # of the laboratory and of make
     for page in (README, ROOT / "docs" / "install.md"):
-        table = page.read_text().partition("| extra | for |")[2].partition("\n\n")[0]
+        table = page.read_text(encoding="utf-8").partition("| extra | for |")[2].partition("\n\n")[0]
         first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
         assert set(re.findall(r"`(\w+)`", " ".join(first))) == known
 
 
 def test_oldest_versions_are_those_of_setup():
-    setup = (ROOT / "setup.cfg").read_text()
-    table = (ROOT / "docs" / "install.md").read_text().partition("oldest that is tested")[2]
+    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    table = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("oldest that is tested")[2]
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \|$", table, re.MULTILINE)
     assert len(rows) == 5
     for name, version in rows:
@@ -228,7 +228,7 @@ def cell(row, column):
 
 
 def test_numbers_of_architectures():
-    tried = list(csv.DictReader((ROOT / "docs" / "tables" / "architectures.csv").open()))
+    tried = list(csv.DictReader((ROOT / "docs" / "tables" / "architectures.csv").open(encoding="utf-8")))
     assert re.findall(r"\d+", cell("models", 1)) == [str(len(KNOWN)), str(len(tried))]
     assert {row["library"] for row in tried} == {"transformers", "timm", "open_clip", "torch"}
 
@@ -302,7 +302,9 @@ def in_half_precision():
 
 
 def timed_on_a_gpu():
-    found = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("gpu_*.json")]
+    found = [
+        json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks" / "results").glob("gpu_*.json")
+    ]
     assert found
     assert all(run["environment"]["gpu"] for run in found)
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 CORE_ALONE = """
 import sys, warnings
 warnings.simplefilter("error")
+warnings.simplefilter("ignore", EncodingWarning)
 import torch, quotient_manifolds.optim
 unused = {"quotient_manifolds." + name for name in ("logarithm", "rescale", "testing")}
 assert not unused & set(sys.modules), "optimisers load what they do not use"
@@ -35,7 +36,7 @@ core_only.check_imports()
 def test_the_core_without_extras():
     """Importing it warns of nothing, it works, and an import that is too much is seen (yaml, put there at the end)."""
     command = [sys.executable, "-c", CORE_ALONE]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, encoding="utf-8")
     assert found.stdout.splitlines()[-1:] == ["the core works by itself"], found.stderr
     assert found.stderr.splitlines()[-1] == "AssertionError: importing the packages imports ['yaml']"
 
@@ -56,7 +57,7 @@ def test_names_that_are_imported_later_are_listed():
 
 def test_the_walk_through_one_step_is_the_one_that_runs():
     """The files that CONTRIBUTING names are those that are entered from one loss to the next, in that order."""
-    walk = (ROOT / "CONTRIBUTING.md").read_text().partition("## One step of the ascent")[2]
+    walk = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## One step of the ascent")[2]
     named = re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
     model = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     entered, losses = [], 0
@@ -167,7 +168,10 @@ def required(text):
 
 
 def test_the_conda_recipe_needs_what_the_wheel_needs():
-    setup, recipe = (ROOT / "setup.cfg").read_text(), (ROOT / "conda" / "meta.yaml").read_text()
+    setup, recipe = (
+        (ROOT / "setup.cfg").read_text(encoding="utf-8"),
+        (ROOT / "conda" / "meta.yaml").read_text(encoding="utf-8"),
+    )
     wheel = required(setup.partition("install_requires =")[2].partition("\n\n")[0])
     conda = required(recipe.partition("  run:\n")[2].partition("\n\n")[0])
     assert conda.pop("python") == re.search(r"python_requires = >=(\S+)", setup)[1]
@@ -188,8 +192,34 @@ def test_the_wheel_has_every_package():
 def test_one_version():
     import quotient_manifolds
 
-    assert f"version: {quotient_manifolds.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"## {quotient_manifolds.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {quotient_manifolds.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"## {quotient_manifolds.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def unnamed(source):
+    """List the calls that read or write text in an encoding that the machine chooses."""
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        given, f = {k.arg for k in call.keywords}, call.func
+        name, of = getattr(f, "attr", getattr(f, "id", "")), getattr(getattr(f, "value", None), "id", "")
+        opens = name in ("open", "fdopen") and (name, of) not in [("open", m) for m in ("Image", "gzip", "os")]
+        text = isinstance(f, ast.Attribute) and name in ("read_text", "write_text")
+        text = text or (of == "subprocess" and "text" in given) or name == "TextIOWrapper"
+        if (opens or text) and not given & {"encoding", None}:
+            words = ast.unparse(call)
+            if not (opens and re.search(r"""['"][rwaxt+]*b[rwaxt+]*['"]""", words)):
+                yield words
+
+
+def test_text_names_its_encoding():
+    """Else a merge was lost at the "×" of its README wherever the machine's encoding has none."""
+    wrong = ["open(p)", "p.open('w')", "open(p, mode='r')", "p.read_text()", "subprocess.run(p, text=True)"]
+    right = ["open(p, 'rb')", "p.open(mode='wb')", "os.open(p, 1)", "Image.open(p)", "p.read_text(encoding='utf-8')"]
+    assert [call for source in wrong + right for call in unnamed(source)] == wrong
+    files = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+    files = {path: text for path, text in files.items() if not str(path).startswith((".", "build"))}
+    assert len(files) > 200
+    opening = {path: text for path, text in files.items() if re.search(r"open\(|_text\(|text=True|TextIOW", text)}
+    assert {str(path): found for path, text in opening.items() if (found := [*unnamed(text)])} == {}
 
 
 def test_workflows_and_templates_are_read():
@@ -198,7 +228,9 @@ def test_workflows_and_templates_are_read():
     found = [*(ROOT / ".github").rglob("*.yml")]
     assert len(found) == 4
     for path in found:
-        assert yaml.safe_load(path.read_text())["name"], path
-    targets = re.search(r"run: make (.*)", (ROOT / ".github/workflows/release.yml").read_text())[1].split()
+        assert yaml.safe_load(path.read_text(encoding="utf-8"))["name"], path
+    targets = re.search(r"run: make (.*)", (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))[
+        1
+    ].split()
     for target in targets:
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target

@@ -18,7 +18,7 @@ def shown(page, tmp_path):
         BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom",
         "--virtual-time-budget=8000", "--host-resolver-rules=MAP * ~NOTFOUND", page.as_uri(),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, encoding="utf-8").stdout
 
 
 def raw(dom):
@@ -44,7 +44,7 @@ def test_raw_tex_is_seen():
 
 def test_everything_that_pages_need_is_shipped_with_them():
     conf = {}
-    exec((ROOT / "docs" / "conf.py").read_text(), conf)
+    exec((ROOT / "docs" / "conf.py").read_text(encoding="utf-8"), conf)
     assert "://" not in conf["mathjax_path"]
     shipped = {Path(p).name for p in conf["html_static_path"]}
     assert conf["mathjax_path"] in shipped

@@ -25,7 +25,7 @@ def test_nothing_is_wrong_and_nothing_crashes(library, name):
 
 
 def test_the_table_says_that_nothing_is_wrong():
-    with verdicts.TABLE.open() as file:
+    with verdicts.TABLE.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert not [r for r in rows if verdicts.word(r["answer"]) in ("wrong", "crash")]
     assert all(verdicts.word(r["answer"]) in ("right", "no attention", "no pair", "refused") for r in rows)

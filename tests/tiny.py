@@ -221,7 +221,7 @@ def transformers_model(kind):
 
 def timm_names():
     """List the models of timm in the table of architectures."""
-    with (Path(__file__).parents[1] / "docs/tables/architectures.csv").open() as file:
+    with (Path(__file__).parents[1] / "docs/tables/architectures.csv").open(encoding="utf-8") as file:
         return [model for library, model, *_ in csv.reader(file) if library == "timm"]
 
 

@@ -3,7 +3,7 @@
 import copy
 
 import peft
-import peft.optimizers
+import peft.optimizers  # noqa: F401
 import torch
 from torch import nn
 

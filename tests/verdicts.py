@@ -209,9 +209,13 @@ def main():
     parser.add_argument("--part", default="0/1", help="I/N: every N-th model from the I-th, to share the work")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
+    rows = (
+        [json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]
+        if options.file.exists()
+        else []
+    )
     if options.table:
-        with TABLE.open("w", newline="") as file:
+        with TABLE.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["library", "answer", "pairs", *MEASURES])
             writer.writerows(counts(rows))
@@ -223,7 +227,7 @@ def main():
     for key in wanted[first::step]:
         if key not in known:
             row = apart(judge, *key)
-            with options.file.open("a") as file:
+            with options.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             if options.names:
                 json.dump(row, sys.stdout, indent=1)

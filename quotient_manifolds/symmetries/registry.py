@@ -328,7 +328,7 @@ def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[S
 
 #: Classes, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix
 #: go head by head: [head][q, k, v].
-KNOWN = list(csv.DictReader(files(__package__).joinpath("known.csv").read_text().splitlines()))
+KNOWN = list(csv.DictReader(files(__package__).joinpath("known.csv").read_text(encoding="utf-8").splitlines()))
 for _row in KNOWN:
     register_attention(_row["class"])(partial(_of_known_class, _row))
 

@@ -39,7 +39,7 @@ def tiny():
 def images(tmp_path, monkeypatch):
     """Class folders of images that differ in their colour."""
     torch.set_default_dtype(torch.float32)
-    (tmp_path / "tinyvit.py").write_text(MODULE)
+    (tmp_path / "tinyvit.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
@@ -60,21 +60,21 @@ def test_a_collection_of_images_is_trained_measured_and_ranked(images, capsys):
     assert cli.main(arguments) == 0
     weights = sorted(Path("collection").glob("model_*.safetensors"))
     assert [p.name for p in weights] == [f"model_{i:02d}.safetensors" for i in range(4)]
-    recipes = [json.loads(p.with_suffix(".json").read_text())["recipe"] for p in weights]
+    recipes = [json.loads(p.with_suffix(".json").read_text(encoding="utf-8"))["recipe"] for p in weights]
     assert [r["seed"] for r in recipes] == [0, 1, 2, 3]
     assert len({r["lr"] for r in recipes}) == 4
-    config = json.loads(Path("collection/sweep.json").read_text())
+    config = json.loads(Path("collection/sweep.json").read_text(encoding="utf-8"))
     assert (config["data"]["num_examples"], config["train"]["num_examples"]) == (16, 48)
     config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1, 0.2]}, "steps": 3}
-    Path("collection/sweep.json").write_text(json.dumps(config))
+    Path("collection/sweep.json").write_text(json.dumps(config), encoding="utf-8")
     assert measuring.main(["sweep", "collection/sweep.json", "--out", "out", "--quiet"]) == 0
-    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text(encoding="utf-8").splitlines()]
     fits = [r for r in rows if r["kind"] == "fit"]
     assert min(r["train_error"] for r in fits) < 0.2  # two classes in three would be chance
     capsys.readouterr()
     assert measuring.main(["table", "out", "--target", "test-loss"]) == 0
     assert "4 models with a test-loss: too few to correlate" in capsys.readouterr().out
-    Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 3)))
+    Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 3)), encoding="utf-8")
     assert measuring.main(["table", "many.jsonl", "--target", "test-loss", "--format", "csv"]) == 0
     assert "\nrelative_flatness," in capsys.readouterr().out
 
@@ -200,12 +200,12 @@ def test_a_collection_of_texts(tmp_path, capsys):
     bert_folder(texts, tmp_path / "bert")
     lines = [json.dumps({"text": t, "label": "good" if "good" in t else "bad"}) for t in texts]
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     out = tmp_path / "collection"
     arguments = ["finetune", tmp_path / "bert", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl",
                  "--label-map", "bad=0,good=1", "--vary", "seed", "--models", "2", "--lr", "5e-3", "--epochs", "6",
                  "--batch", "16", "--points", "24", "--max-length", "12", "--out", out, "--quiet"]  # fmt: skip
-    (tmp_path / "other.jsonl").write_text('{"content": "good", "label": "good"}')
+    (tmp_path / "other.jsonl").write_text('{"content": "good", "label": "good"}', encoding="utf-8")
     assert cli.main([str(a).replace("test.jsonl", "other.jsonl") for a in arguments]) == 2
     assert "other.jsonl has no column 'text'; it has content, label" in capsys.readouterr().err
     assert not list(out.iterdir())  # nothing was trained for it
@@ -218,12 +218,12 @@ def test_a_collection_of_texts(tmp_path, capsys):
     body = load(str(tmp_path / "bert")).model.embeddings.word_embeddings.weight
     near = models[0].model.bert.embeddings.word_embeddings.weight
     assert torch.cosine_similarity(near.flatten(), body.flatten(), dim=0) > 0.5  # fine-tuned, not trained anew
-    config = json.loads((out / "sweep.json").read_text())
+    config = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
     assert config["data"]["label_map"] == {"bad": 0, "good": 1}
     config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1]}, "steps": 2}
-    (out / "sweep.json").write_text(json.dumps(config))
+    (out / "sweep.json").write_text(json.dumps(config), encoding="utf-8")
     assert measuring.main(["sweep", str(out / "sweep.json"), "--out", str(tmp_path / "results"), "--quiet"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "results/results.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "results/results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert max(r["test_error"] for r in rows if r["kind"] == "fit") < 0.1
     assert all(r["distance"] > 0 for r in rows if r["kind"] == "baselines")
 
@@ -231,7 +231,7 @@ def test_a_collection_of_texts(tmp_path, capsys):
 def test_labels_that_are_no_classes(tmp_path):
     torch.set_default_dtype(torch.float32)
     bert_folder(SENTENCES, tmp_path / "b")
-    (tmp_path / "t.jsonl").write_text('{"text": "good", "label": 3}\n{"text": "bad", "label": 1}\n')
+    (tmp_path / "t.jsonl").write_text('{"text": "good", "label": 3}\n{"text": "bad", "label": 1}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"labels of .* are the numbers \[1, 3\]"):
         train_collection(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z")
     with pytest.raises(ValueError, match="a shard is i/n"):
@@ -293,7 +293,7 @@ def test_a_transformers_folder_of_images(images):
                        intermediate_size=8, num_labels=3)  # fmt: skip
     ViTForImageClassification(config).save_pretrained("vit")
     settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    Path("vit/preprocessor_config.json").write_text(json.dumps(settings))
+    Path("vit/preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
     arguments = [
         "finetune",
         "vit",
@@ -318,7 +318,10 @@ def test_a_head_that_was_there_is_not_kept_nor_a_folder_of_somebody_elses_replac
     torch.set_default_dtype(torch.float32)
     bert_folder(SENTENCES, tmp_path / "bert")
     table = tmp_path / "t.jsonl"
-    table.write_text("".join(json.dumps({"text": t, "label": "no" if "bad" in t else "yes"}) + "\n" for t in SENTENCES))
+    table.write_text(
+        "".join(json.dumps({"text": t, "label": "no" if "bad" in t else "yes"}) + "\n" for t in SENTENCES),
+        encoding="utf-8",
+    )
     names = {"no": 0, "yes": 1}
     one = [Recipe(lr=1e-9, epochs=1, batch=8)]
     train_collection(
@@ -326,7 +329,7 @@ def test_a_head_that_was_there_is_not_kept_nor_a_folder_of_somebody_elses_replac
     )
     first = str(tmp_path / "a" / "model_00")
     (tmp_path / "b" / "model_00").mkdir(parents=True)
-    (tmp_path / "b" / "model_00" / "config.json").write_text("{}")
+    (tmp_path / "b" / "model_00" / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="contains files that this program did not write"):
         train_collection(first, DataChoice(str(table)), tmp_path / "b", recipes=one, progress=False)
     (tmp_path / "b" / "model_00" / "config.json").unlink()

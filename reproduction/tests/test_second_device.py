@@ -56,7 +56,7 @@ def _rows(kind, device):
     config = radii.choose_radii(Path(device), measures=("euclidean",), device=device, progress=False)
     sweep = read_config(config)
     assert sweep.device == device
-    assert json.loads(Path(f"{device}/models/model_00.json").read_text())["device"] == device
+    assert json.loads(Path(f"{device}/models/model_00.json").read_text(encoding="utf-8"))["device"] == device
     assert run_sweep(sweep, f"{device}/results", progress=False) == []
     return read_rows(f"{device}/results", sweep)
 
@@ -73,7 +73,7 @@ def tiny(kind):
         write_pictures(Path("data/cifar10"))
         return
     pairs = [{"premise": f"Is it {w}?", "hypothesis": w, "label": x} for w, x in zip(WORDS, itertools.cycle(LABELS))]
-    Path("pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
+    Path("pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs), encoding="utf-8")
     bert_folder([p["premise"] for p in pairs], "bert")
     data = DataChoice("pairs.jsonl", text="premise", pair="hypothesis", label_map=LABELS, max_length=12)
     zoo.train_collection = lambda *a, autocast, **kw: train_collection(*a, **kw)  # it would round on the CPU alone

@@ -191,8 +191,8 @@ def test_the_diagonal_command(tmp_path, capsys):
     arguments = ["--n", "10", "--d", "20", "--models", "8", "--seeds", "2", "--alpha-min", "0.1", "--rho", "0.01"]
     arguments += ["--workers", "1"]
     assert cli.main(["diagonal", *arguments, "--out", str(tmp_path / "d"), "--quiet"]) == 0
-    found = json.loads((tmp_path / "d" / "diagonal.json").read_text())
-    lines = (tmp_path / "d" / "diagonal.csv").read_text().splitlines()
+    found = json.loads((tmp_path / "d" / "diagonal.json").read_text(encoding="utf-8"))
+    lines = (tmp_path / "d" / "diagonal.csv").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 17
     table = found["correlations with the test loss"]
     assert set(table) == {
@@ -257,7 +257,7 @@ def test_toy_sharpness_against_its_closed_form(theta):
 
 def test_the_toy_command(tmp_path, capsys):
     assert cli.main(["toy", "--out", str(tmp_path / "t"), "--quiet"]) == 0
-    found = json.loads((tmp_path / "t" / "toy.json").read_text())
+    found = json.loads((tmp_path / "t" / "toy.json").read_text(encoding="utf-8"))
     for manifold in found["variation along the orbit of the first point (relative)"].values():
         for quantity, variation in manifold.items():
             assert variation > 0.1 if quantity.startswith("Euclidean") else variation < 1e-10

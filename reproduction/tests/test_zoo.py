@@ -128,7 +128,7 @@ def test_starts_differ_and_are_those_of_the_models(place):
     norms = [s[name].float().norm() / scale for s, scale in zip(starts, scales, strict=True)]
     assert norms[0] == pytest.approx(float(norms[1]), rel=0.02)  # of one distribution but for the scale
     assert not torch.equal(starts[0][name] / scales[0], starts[1][name] / scales[1])
-    record = json.loads(Path("zoo/models/model_01.json").read_text())
+    record = json.loads(Path("zoo/models/model_01.json").read_text(encoding="utf-8"))
     assert record["recipe"]["seed"] == 2001
     assert record["device"] == "cpu"
     net = load("reproduction.vision:scratch_vit", "zoo/models/model_01.safetensors").model
@@ -201,14 +201,16 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     monkeypatch.setattr(radii, "guess_error", lambda sweep: 1.1)  # these models have learned little
     assert cli.main(["zoo", "scratch", "--data", "data", "--out", "zoo", "--quiet"]) == 0
     config = choose_radii(Path("zoo"), measures=("adaptive",), progress=False)
-    found = json.loads(config.read_text())
+    found = json.loads(config.read_text(encoding="utf-8"))
     assert set(found["rho"]) == {"adaptive"} < set(PRIMARY)
     assert "gradient-norm" in found["measures"]
-    config.write_text(json.dumps(found | {"rho": found["rho"] | {"euclidean": [0.25, 0.5]}}))
-    both = json.loads(choose_radii(Path("zoo"), measures=("euclidean",), device="meta", progress=False).read_text())
-    assert both["device"] == json.loads(Path("zoo/models/hessian.json").read_text())["device"] == "meta"
+    config.write_text(json.dumps(found | {"rho": found["rho"] | {"euclidean": [0.25, 0.5]}}), encoding="utf-8")
+    both = json.loads(
+        choose_radii(Path("zoo"), measures=("euclidean",), device="meta", progress=False).read_text(encoding="utf-8")
+    )
+    assert both["device"] == json.loads(Path("zoo/models/hessian.json").read_text(encoding="utf-8"))["device"] == "meta"
     assert both["rho"] == found["rho"] | {"euclidean": [0.25, 0.5]}  # what is known is kept
-    config.write_text(json.dumps(found))
+    config.write_text(json.dumps(found), encoding="utf-8")
     sweep = read_config(config)
     names = median_models(radii.tested(Path("zoo"))[0])
     assert run_sweep(sweep, "zoo/results", progress=False) == []
@@ -243,7 +245,7 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert account["left_out"] == {}
     assert account["start"] is None
     assert min(account["hours"].values()) >= 0
-    trained = [json.loads(Path(f"zoo/models/model_0{i}.json").read_text())["seconds"] for i in range(3)]
+    trained = [json.loads(Path(f"zoo/models/model_0{i}.json").read_text(encoding="utf-8"))["seconds"] for i in range(3)]
     assert account["hours"]["training"] == pytest.approx(sum(trained) / 3600, abs=1e-3)
     assert {r["kind"] for r in own} == {"fit", "baselines", "sharpness"}
     assert {r["kind"] for r in parts["_shift"]} == {"fit"}
@@ -258,7 +260,7 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     capsys.readouterr()
     assert measuring.main(["table", "zoo/results", "--target", "test-loss"]) == 0
     assert "3 models with a test-loss: too few to correlate, which needs 10." in capsys.readouterr().out
-    Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)))
+    Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)), encoding="utf-8")
     assert measuring.main(["table", "many.jsonl", "--target", "test-loss"]) == 0
     printed = capsys.readouterr().out
     assert "tau given train_loss, train_error" in printed
@@ -313,16 +315,16 @@ def test_tables_of_inference(tmp_path):
         (data / folder).mkdir(parents=True)
     pairs = [(f"It 's number {i} .", f'A "number" , I don \'t know {i}', n) for i, n in enumerate(LABELS)]
     lines = ["premise\thypo\tlabel", *("\t".join(p) for p in pairs), "a\tb\tlabel"]
-    (data / "train15k" / "multinli.train.en.tsv").write_text("\n".join(lines) + "\n")
-    with (data / "dev_matched" / "dev.txt").open("w", newline="") as file:
+    (data / "train15k" / "multinli.train.en.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with (data / "dev_matched" / "dev.txt").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None)
         writer.writerow(["index", "premise", "hypothesis", "gold_label", "right"])
         writer.writerow([0, "It's number 2.", 'A "number", I don\'t know 2', "neutral", 7])  # that of a training pair
         writer.writerow([1, "Short.", "Yes.", "entailment", 7])
     for name, text in (("s1", "Do n't .\n"), ("s2", "Do .\n"), ("labels", "contradiction\n")):
-        (data / "hard" / "MNLIMismatchedHardWithHardTest" / f"{name}.test").write_text(text)
+        (data / "hard" / "MNLIMismatchedHardWithHardTest" / f"{name}.test").write_text(text, encoding="utf-8")
     paths = inference_tables(data, tmp_path, train=10)
-    train, test, shift = ([json.loads(line) for line in p.read_text().splitlines()] for p in paths)
+    train, test, shift = ([json.loads(line) for line in p.read_text(encoding="utf-8").splitlines()] for p in paths)
     assert sorted(r["label"] for r in train) == ["contradictory", "entailment", "neutral"]
     assert not {r["premise"] for r in train} & {"it 's number 2 ."}
     assert [r["hypothesis"] for r in test] == ["yes.", 'a "number", i don\'t know 2']

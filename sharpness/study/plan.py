@@ -212,7 +212,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     if not path.is_file():
         raise FileNotFoundError(f"there is no configuration {str(path)!r}")
     with naming(str(path)):
-        return planned(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]), path.parent)
+        return planned(msgspec.json.decode(path.read_text(encoding="utf-8-sig"), type=dict[str, Any]), path.parent)
 
 
 def planned(entries: dict[str, Any], base: Path = Path()) -> Sweep:

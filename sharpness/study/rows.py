@@ -171,7 +171,7 @@ def read_failures(path: str | os.PathLike[str]) -> list[str]:
     file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "failed.jsonl"
     found: dict[Any, dict[str, None]] = {}
     with naming(str(file)):
-        for row in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()):
+        for row in map(json.loads, file.read_text(encoding="utf-8-sig").splitlines() if file.is_file() else ()):
             found.setdefault((row["checkpoint"], row["error"]), {})[row.get("measure", row["kind"])] = None
     return [f"{checkpoint} ({', '.join(jobs)}): {error}" for (checkpoint, error), jobs in found.items()]
 
@@ -216,7 +216,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"there are no results at {path}; pass a sweep's folder, or its results.jsonl")
     with naming(f"{path} holds no results of a sweep"):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if text.startswith("{\n"):
             raise ValueError("it is the result of one run, not of a sweep; sharpness sweep measures many checkpoints")
         rows = [json.loads(line) for line in text.split("\n") if line.strip()]

@@ -37,7 +37,9 @@ def test_a_zoo_in_parts(study, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "rows_of", rows)
     monkeypatch.setattr(study, "account", account)
     monkeypatch.setattr(
-        study, "write", lambda name, rows: (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+        study,
+        "write",
+        lambda name, rows: (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8"),
     )
     for zoo in ("b", "b"):
         study.gather("minilm", zoo)
@@ -62,7 +64,9 @@ def test_tables_and_figures_regenerate(study, tmp_path, monkeypatch):
     committed = sorted(p.name for p in (ROOT / "docs" / "tables").iterdir() if p.name not in others)
     assert sorted(p.name for p in (tmp_path / "tables").iterdir()) == committed
     for name in committed:
-        assert (tmp_path / "tables" / name).read_text() == (ROOT / "docs" / "tables" / name).read_text(), name
+        assert (tmp_path / "tables" / name).read_text(encoding="utf-8") == (ROOT / "docs" / "tables" / name).read_text(
+            encoding="utf-8"
+        ), name
     for path in (tmp_path / "images").iterdir():
         assert (ROOT / "docs" / "images" / path.name).is_file(), path.name
     assert len(list((tmp_path / "images").iterdir())) == 4

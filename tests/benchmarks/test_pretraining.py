@@ -29,8 +29,12 @@ def texts(tmp_path, study, monkeypatch):
         monkeypatch.setattr(study, name, value)
     for name in ("alps", "official"):
         (tmp_path / name).mkdir()
-    (tmp_path / "alps" / "dev.tsv").write_text("".join(f"{i} of them came home\tSports\n" for i in range(50)))
-    (tmp_path / "official" / "test.csv").write_text("".join(f'"2","title","{i} went"\n' for i in range(50)))
+    (tmp_path / "alps" / "dev.tsv").write_text(
+        "".join(f"{i} of them came home\tSports\n" for i in range(50)), encoding="utf-8"
+    )
+    (tmp_path / "official" / "test.csv").write_text(
+        "".join(f'"2","title","{i} went"\n' for i in range(50)), encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -61,10 +65,10 @@ def test_a_study_goes_on(study, texts, monkeypatch, capsys):
     arguments += ["--methods", "Muon", "AdamW on attention, Muon"]
     monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
     study.main()
-    lines = out.read_text().splitlines()
-    out.write_text("\n".join(lines[:-1]) + "\n")
+    lines = out.read_text(encoding="utf-8").splitlines()
+    out.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
     study.main()
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == len(lines)
     assert rows[-1]["loss"] == json.loads(lines[-1])["loss"]
     for name in ("Muon", "AdamW on attention, Muon"):
@@ -81,7 +85,7 @@ def test_a_study_goes_on(study, texts, monkeypatch, capsys):
 def test_the_page_shows_the_recorded_runs(study, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pretraining.py", "--report"])
     study.main()
-    page = (ROOT / "docs" / "results" / "pretraining.md").read_text()
+    page = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
     printed = [line for line in capsys.readouterr().out.splitlines() if line]
     assert printed
     for line in printed:

@@ -112,7 +112,7 @@ def test_the_merge_is_the_signed_sum_of_products(kind, tmp_path):
     expected = weighted(parents, weights)
     assert near(dense(tmp_path / "out"), expected, 1e-5)
     assert not near(dense(tmp_path / "out"), weighted(parents, [0.7, 0.4]), 1e-2)
-    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text(encoding="utf-8"))
     assert (config["lora_alpha"], config["alpha_pattern"]) == (config["r"], config["rank_pattern"])
     for layer, (A, B) in factors(tmp_path / "out").items():
         if "experts" not in layer:
@@ -334,8 +334,8 @@ def test_what_has_no_mean_on_the_quotient_is_named(tmp_path):
 def changed(folder, out, change=lambda key, t: t, **config):
     shutil.copytree(folder, out)
     save_file({k: change(k, t).contiguous() for k, t in tensors(folder).items()}, f"{out}/adapter_model.safetensors")
-    old = json.loads((out / "adapter_config.json").read_text())
-    (out / "adapter_config.json").write_text(json.dumps({**old, **config}))
+    old = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
+    (out / "adapter_config.json").write_text(json.dumps({**old, **config}), encoding="utf-8")
     return str(out)
 
 
@@ -865,7 +865,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
     out.mkdir()
     merge([one], out)
     assert near(dense(out), dense(one), 1e-6)
-    assert str(one) in (out / "README.md").read_text()
+    assert str(one) in (out / "README.md").read_text(encoding="utf-8")
     (tmp_path / "empty").mkdir()
     link = tmp_path / "link"
     link.symlink_to("empty")
@@ -885,7 +885,7 @@ from quotient_manifolds.adapters import merge, merging
 merging._config = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 merge([{one!r}], {str(out)!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, encoding="utf-8")
     assert done.returncode == -signal.SIGKILL, done.stderr
     [left] = set(tmp_path.iterdir()) - kept
     assert left.name.startswith(".out[1].quotient-lora-"), "there is no half-written result"
@@ -940,7 +940,7 @@ sys.argv = ["quotient-lora", "merge", {one!r}, {two!r}, "--out", {str(tmp_path /
 assert command() == 0
 assert not {{"peft", "transformers"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, encoding="utf-8")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert done.stderr == f"quotient-lora: {one} is of the model None, {two} of 'another'\n"
     peft.PeftModel.from_pretrained(Net(), str(tmp_path / "out"))  # where a warning is an error
@@ -955,7 +955,9 @@ try:
 except SystemExit:
     print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, encoding="utf-8"
+    )
     assert "quotient-lora merge one two" in done.stdout
     assert done.stdout.endswith("False\n")
 
@@ -1016,15 +1018,17 @@ def test_the_config_says_which_layers_and_keeps_what_is_common(tmp_path):
     two = changed(one, tmp_path / "two", target_modules=["two", "one"])
     merge([one, two], tmp_path / "same")
     merge([one, saved(tmp_path / "part", targets=["two"])], tmp_path / "other")
-    same, other = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("same", "other"))
+    same, other = (
+        json.loads((tmp_path / n / "adapter_config.json").read_text(encoding="utf-8")) for n in ("same", "other")
+    )
     assert set(same["target_modules"]) == set(other["target_modules"]) == {"one", "two"}
     assert (same["modules_to_save"], same["lora_dropout"]) == (["head"], 0.1)
     assert other["rank_pattern"] == {"^one": 3}
     assert not compare(one, two)["differs"]
-    old = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
+    old = json.loads((tmp_path / "one" / "adapter_config.json").read_text(encoding="utf-8"))
     bare = {k: old[k] for k in ("peft_type", "r", "lora_alpha", "target_modules", "modules_to_save")}
-    (tmp_path / "one" / "adapter_config.json").write_text(json.dumps(bare))
+    (tmp_path / "one" / "adapter_config.json").write_text(json.dumps(bare), encoding="utf-8")
     merge([one], tmp_path / "old")
-    new = json.loads((tmp_path / "old" / "adapter_config.json").read_text())
+    new = json.loads((tmp_path / "old" / "adapter_config.json").read_text(encoding="utf-8"))
     assert new.keys() - bare.keys() == {"init_lora_weights"}
     assert near(dense(tmp_path / "old"), dense(one), 1e-6)

@@ -5,7 +5,7 @@ import copy
 import inspect
 
 import peft
-import peft.optimizers
+import peft.optimizers  # noqa: F401
 import pytest
 import torch
 from torch import nn

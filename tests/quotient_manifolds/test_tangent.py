@@ -128,7 +128,7 @@ def test_against_the_definitions(metric, dtype, n, m, h):
 
 
 def test_every_formula_stands_where_the_page_says():
-    page = (Path(__file__).parents[2] / "docs" / "math" / "geometry.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "math" / "geometry.md").read_text(encoding="utf-8")
     names = re.findall(r"`(quotient_manifolds\.[\w.]+)`", page)
     assert len(names) > 12
     for name in names:

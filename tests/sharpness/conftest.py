@@ -49,7 +49,7 @@ def trained_small():
 def place(tmp_path, monkeypatch):
     """Four checkpoints of a function's model, data, and a configuration."""
     torch.set_default_dtype(torch.float32)
-    (tmp_path / "sweepmodel.py").write_text(MODULE)
+    (tmp_path / "sweepmodel.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "sweepmodel", raising=False)  # of another test's folder
     monkeypatch.chdir(tmp_path)
@@ -69,5 +69,5 @@ def place(tmp_path, monkeypatch):
         "rho": {"adaptive": [0.1, 0.3], "euclidean": 0.05, "geodesic-inv": [0.1, 0.3], "geodesic-mix": 0.05},
         "steps": 4,
     }
-    (tmp_path / "sweep.json").write_text(json.dumps(config))
+    (tmp_path / "sweep.json").write_text(json.dumps(config), encoding="utf-8")
     return tmp_path

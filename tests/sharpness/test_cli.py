@@ -84,7 +84,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert "would replace" in capsys.readouterr().err
     assert cli.main(arguments) == 0
     assert re.search(r"^sharpness [\d.]+ ± [\d.]+ nats at ρ = 0.1 \(adaptive\):\n    loss", capsys.readouterr().out)
-    written = json.loads(out.read_text())
+    written = json.loads(out.read_text(encoding="utf-8"))
     found, local = written["results"]
     assert (found["rhos"], local["rhos"]) == ([0.1], [0.0])  # a gradient norm has no radius
     assert found["quantity"] == "adaptive"
@@ -97,7 +97,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     digests = written["model"]["digest"], written["data"]["digest"]
     torch.save({k: v + 1 for k, v in model.state_dict().items()}, tmp_path / "weights.pt")
     assert cli.main([*arguments[:-1]]) == 0
-    written = json.loads(out.read_text())
+    written = json.loads(out.read_text(encoding="utf-8"))
     assert (written["model"]["digest"], written["data"]["digest"]) != digests
     assert written["data"]["digest"] == digests[1]
 
@@ -198,12 +198,12 @@ def test_the_report_of_a_run(tmp_path, capsys, monkeypatch):
     arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out), "--report"]
     assert cli.main([*arguments, str(report), "--measure", "geodesic-inv", "adaptive", "gradient-norm"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    page = html.unescape(report.read_text())
+    page = html.unescape(report.read_text(encoding="utf-8"))
     assert page.count('" src="data:image/png;base64,') == 4
     assert "http" not in page
     for said in (*lines[:1], *lines[-4:-1], '"command": "sharpness run tests.spread:model', "Search(steps=20, "):
         assert said in page
-    assert len(json.loads(out.read_text())["results"]) == 3
+    assert len(json.loads(out.read_text(encoding="utf-8"))["results"]) == 3
     # What is wrong is known before any measure takes its time.
     out.unlink()
     monkeypatch.setattr("sharpness.models.load", None)
@@ -227,8 +227,8 @@ def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, monkeypatch):
     out, report = tmp_path / "out.json", tmp_path / "report.html"
     arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
     assert cli.main([*arguments, "--report", str(report)]) == 0
-    assert "no figures of geodesic-inv: too flat" in report.read_text()
-    assert len(json.loads(out.read_text())["results"]) == 1
+    assert "no figures of geodesic-inv: too flat" in report.read_text(encoding="utf-8")
+    assert len(json.loads(out.read_text(encoding="utf-8"))["results"]) == 1
 
 
 def test_several_measures_end_in_one_table(capsys, monkeypatch):
@@ -290,7 +290,7 @@ def test_a_ball_that_reaches_models_that_guess(capsys, monkeypatch):
 
 def test_the_number_stands_beside_reference_values(capsys, monkeypatch):
     """At the radius at which they were recorded, and only there."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text(encoding="utf-8"))["rows"]
     for name, ends in REFERENCE.items():
         values = [row["sharpness"] for row in rows if row["measure"] == name]
         assert len(values) == 5
@@ -343,7 +343,7 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
 def test_the_parser_does_not_wait_for_torch():
     """Help takes a tenth of a second, not two."""
     command = [sys.executable, "-I", "-c", WITHOUT_TORCH]  # without what a sitecustomize on PYTHONPATH imports
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, encoding="utf-8")
     assert found.returncode == 0, found.stderr
     first, second, *_ = found.stdout.splitlines()
     assert first == f"sharpness {version('quotient-manifolds')}"
@@ -379,8 +379,10 @@ def test_colours_only_where_somebody_sees_them(monkeypatch):
 
 
 def test_the_reference_is_that_of_the_parser():
-    assert command_line.PAGE.read_text() == "\n".join(command_line.reference()), "python -m tests.command_line"
-    titles = re.findall("^##+ (.*)$", command_line.PAGE.read_text(), re.MULTILINE)
+    assert command_line.PAGE.read_text(encoding="utf-8") == "\n".join(command_line.reference()), (
+        "python -m tests.command_line"
+    )
+    titles = re.findall("^##+ (.*)$", command_line.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     known = [p.prog for top in (cli.parser(), lora_command._parser()) for _, p in commands(top)][1:]
     assert sorted(titles) == sorted([*known, *command_line.SHARED.values()])
 

@@ -64,7 +64,7 @@ def test_every_format_knows_the_order_of_its_classes(tmp_path, labels, by_class,
         return {"input_ids": torch.tensor([[len(t)] for t in columns[0]])}
 
     texts = [{"text": "x" * i, "label": label} for i, label in enumerate(labels)]
-    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
     torch.save({"x": torch.zeros(12, 3), "y": torch.tensor(labels)}, tmp_path / "tensors.pt")
     kinds = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}
     datasets.Dataset.from_list(texts, features=datasets.Features(kinds)).save_to_disk(tmp_path / "texts")
@@ -116,7 +116,7 @@ def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, capsys):
     assert cli.main(command) == 0
     assert remark in capsys.readouterr().out
     assert cli.main([*command, "--out", str(tmp_path / "out.json")]) == 0
-    assert json.loads((tmp_path / "out.json").read_text())["remarks"] == [remark]
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["remarks"] == [remark]
 
 
 def test_classes_that_are_numbers_are_in_their_order(tmp_path):
@@ -293,7 +293,7 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         lines.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             opened(str(lines), tokenizer=Words())
-    lines.write_text('{"text": "a\\u2028b", "label": 1}\n{"label": 0}\n'.replace("\\u2028", "\u2028"))
+    lines.write_text('{"text": "a\\u2028b", "label": 1}\n{"label": 0}\n'.replace("\\u2028", "\u2028"), encoding="utf-8")
     with pytest.raises(ValueError, match=r"row 2 of .* has no column 'text'; it has label"):
         opened(str(lines), tokenizer=Words())
     with pytest.raises(ValueError, match="which makes its batches itself; omit"):
@@ -490,7 +490,7 @@ def test_tables(tmp_path, kind):
         lines = ["one,two,what", *(f'"{a.replace(chr(34), chr(34) * 2)}",{b},{c}' for a, b, c in rows)]
     else:
         lines = ["one\ttwo\twhat"] * (kind == "tsv") + ["\t".join(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     names = ("0", "1", "2") if kind == "no header" else ("one", "two", "what")
     columns = {"text": names[0], "pair": names[1], "label": names[2], "header": kind != "no header"}
     found = opened(path, tokenizer=Words(), label_map={"no": 3, "yes": 5}, max_length=4, **columns)
@@ -501,14 +501,14 @@ def test_tables(tmp_path, kind):
 
 def test_labels_by_number_and_by_the_models_names(tmp_path):
     path = tmp_path / "data.tsv"
-    path.write_text("text\tlabel\na\t1\nb\tEntailment\n")
+    path.write_text("text\tlabel\na\t1\nb\tEntailment\n", encoding="utf-8")
     found = opened(str(path), tokenizer=Words(), labels={"entailment": 2})
     assert found.batch([0, 1])["labels"].tolist() == [1, 2]
 
 
 def test_labels_that_differ_in_case(tmp_path):
     path = tmp_path / "data.tsv"
-    path.write_text("text\tlabel\na\tx\nb\tX\n")
+    path.write_text("text\tlabel\na\tx\nb\tX\n", encoding="utf-8")
     for columns, known in (({}, {"X": 0, "x": 1}), ({"label_map": {"X": 0, "x": 1}}, {})):
         found = opened(str(path), tokenizer=Words(), labels=known, **columns)
         assert found.batch([0, 1])["labels"].tolist() == [1, 0]
@@ -541,7 +541,7 @@ def test_labels_that_differ_in_case(tmp_path):
 )
 def test_tables_with_cells_of_no_column_are_refused(tmp_path, name, text, said):
     """The first was measured as the text "good"; the second took the wrong column where there was no header."""
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=said):
         opened(str(tmp_path / name), tokenizer=Words())
 
@@ -549,7 +549,7 @@ def test_tables_with_cells_of_no_column_are_refused(tmp_path, name, text, said):
 def test_tables_of_spreadsheets_and_long_texts(tmp_path):
     """Semicolons and texts of more than 131,072 characters were refused; the module's own limit stays."""
     limit = csv.field_size_limit()
-    (tmp_path / "a.csv").write_text(f"label;text\n1;{'ab ' * 60000}\n0;short, too\n")
+    (tmp_path / "a.csv").write_text(f"label;text\n1;{'ab ' * 60000}\n0;short, too\n", encoding="utf-8")
     (batch,) = (opened(str(tmp_path / "a.csv"), tokenizer=Words()).batch([1, 0]),)
     assert batch["labels"].tolist() == [0, 1]
     assert batch["input_ids"].shape == (2, 128)
@@ -584,7 +584,9 @@ def language_model(kind, folder, *, padding):
     model = networks.shake(getattr(transformers, name)(getattr(transformers, config)(**options)).float())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder.parent / "data.tsv").write_text("text\tlabel\n" + "".join(f"{t}\t{len(t) % 2}\n" for t in TEXTS))
+    (folder.parent / "data.tsv").write_text(
+        "text\tlabel\n" + "".join(f"{t}\t{len(t) % 2}\n" for t in TEXTS), encoding="utf-8"
+    )
     return load(str(folder))
 
 
@@ -605,7 +607,7 @@ def test_language_models_on_a_table(kind, padding, tmp_path, capsys):
     command = ["run", str(tmp_path / "model"), str(tmp_path / "data.tsv"), "--measure", "adaptive", "--rho", "0.05"]
     for more in ([], ["--micro-batch", "2"]):
         assert cli.main([*command, "--steps", "2", "--quiet", "--out", str(tmp_path / "out.json"), *more]) == 0
-        found = json.loads((tmp_path / "out.json").read_text())["results"][0]["batches"][0]
+        found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"][0]["batches"][0]
         assert found["base_loss"] == pytest.approx(total / count, rel=1e-5)
         assert found["value"] > 0
 
@@ -741,7 +743,7 @@ def test_texts_are_not_longer_than_the_models_positions(tmp_path):
     assert loaded.tokenizer.model_max_length == 24
     loaded.model.config.max_position_embeddings = 5
     assert loaded.tokenizer.model_max_length == 5
-    (tmp_path / "data.tsv").write_text("text\n" + "a good day and a bad film " * 20 + "\n")
+    (tmp_path / "data.tsv").write_text("text\n" + "a good day and a bad film " * 20 + "\n", encoding="utf-8")
     (batch,) = DataChoice(str(tmp_path / "data.tsv")).load(loaded)
     assert batch["input_ids"].shape == (1, 5)
 
@@ -753,7 +755,9 @@ def test_run_on_a_table(tmp_path, capsys):
     torch.set_default_dtype(torch.float32)
     table = tmp_path / "data.tsv"
     words = ["good film", "bad film", "a good day", "a bad day"] * 3
-    table.write_text("sentence\tclass\n" + "".join(f"{w}\t{'pos' if 'good' in w else 'neg'}\n" for w in words))
+    table.write_text(
+        "sentence\tclass\n" + "".join(f"{w}\t{'pos' if 'good' in w else 'neg'}\n" for w in words), encoding="utf-8"
+    )
     model = networks.bert(layers=1)
     model.config.label2id = {"neg": 0, "pos": 1, "none": 2}
     folder = tmp_path / "bert"

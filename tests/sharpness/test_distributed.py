@@ -28,7 +28,7 @@ def test_one_and_two_processes_give_identical_values(tmp_path):
     done = run(tmp_path, "tests.spread:model", "tests.spread:batches", *options, "--out", tmp_path / "two.json")
     assert done.codes == [0, 0], done.output
     assert [o.count("nats at ρ = 0.1 (geodesic-inv): loss") for o in done.output] == [1, 0]  # one reports
-    found = json.loads((tmp_path / "two.json").read_text())["results"]
+    found = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["results"]
     torch.set_default_dtype(torch.float32)
     for two, measure in zip(found, ("geodesic-inv", "adaptive"), strict=True):
         one = sharpness.evaluate(

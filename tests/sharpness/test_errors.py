@@ -83,7 +83,7 @@ def tree(folder):
 def place(tmp_path):
     """A folder of somebody's, with a link, a pipe and nothing of ours."""
     (tmp_path / "mine" / "deep").mkdir(parents=True)
-    (tmp_path / "mine" / "deep" / "thesis.txt").write_text("years of work")
+    (tmp_path / "mine" / "deep" / "thesis.txt").write_text("years of work", encoding="utf-8")
     (tmp_path / "link").symlink_to(tmp_path / "mine" / "deep" / "thesis.txt")
     os.mkfifo(tmp_path / "pipe")
     return tmp_path
@@ -105,7 +105,7 @@ def test_only_files_are_replaced(place):
     assert {k: v for k, v in tree(place).items() if k != "pipe"} == before
     write_json(place / "out.json", {"a": 1})
     write_json(place / "out.json", {"a": 2})
-    assert (place / "out.json").read_text() == '{\n  "a": 2\n}\n'
+    assert (place / "out.json").read_text(encoding="utf-8") == '{\n  "a": 2\n}\n'
     assert check_folder(place / "new" / "deeper").is_dir()
     with pytest.raises(ValueError, match="is a file; name a folder"):
         check_folder(place / "out.json")
@@ -128,7 +128,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 
     def half():
         with atomic_write(tmp_path / "a.txt") as own:
-            own.write_text("ne")
+            own.write_text("ne", encoding="utf-8")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(own))
 
     with pytest.raises(OSError, match=r"No space left on device: '.*a\.txt'"):

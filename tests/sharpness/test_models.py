@@ -55,9 +55,9 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "config.json").write_text("{")
+    (tmp_path / "bad" / "config.json").write_text("{", encoding="utf-8")
     (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    (tmp_path / "odd" / "config.json").write_text('{"architectures": ["NoSuchModel"]}', encoding="utf-8")
     vit = "vit_tiny_patch16_224"
     for arguments, words in [
         ([vit, "--checkpoint", "trap.pt"], "pickled code is never executed"),
@@ -100,8 +100,8 @@ def test_a_path_that_is_not_there_is_called_so():
 
 def test_a_function_that_fails_says_how(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "odd_network.py").write_text("def network():\n    return 1 / 0\n")
-    (tmp_path / "odd_syntax.py").write_text("def network(:\n")
+    (tmp_path / "odd_network.py").write_text("def network():\n    return 1 / 0\n", encoding="utf-8")
+    (tmp_path / "odd_syntax.py").write_text("def network(:\n", encoding="utf-8")
     with pytest.raises(ValueError, match="odd_network:network failed: ZeroDivisionError"):
         load("odd_network:network")
     with pytest.raises(ValueError, match="'odd_syntax:network' is not an importable module:function: SyntaxError"):
@@ -140,7 +140,7 @@ def test_the_images_of_a_transformers_folder(tmp_path):
     networks.vit().save_pretrained(tmp_path)
     assert load(str(tmp_path)).transform is None
     settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5], "image_std": [0.25], "resample": 2}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
     x = load(str(tmp_path)).transform(Image.new("RGB", (20, 30), "white"))  # the network takes grey values
     assert torch.equal(x, torch.full((1, 8, 8), 2.0))
 
@@ -160,7 +160,9 @@ def test_images_are_prepared_as_by_transformers(name, settings, shape, tmp_path)
     import transformers
 
     settings = {**settings, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "image_processor_type": name}))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({**settings, "image_processor_type": name}), encoding="utf-8"
+    )
     processor = getattr(transformers, name).from_pretrained(tmp_path)
     expected = torch.as_tensor(np.asarray(processor(picture(shape), return_tensors="np")["pixel_values"][0]))
     found = image_transform(tmp_path, SimpleNamespace(num_channels=3))(picture(shape))
@@ -209,14 +211,14 @@ def bert(tmp_path):
 
 def changed(folder, **entries):
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **entries}), encoding="utf-8")
 
 
 def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, capsys):
     """Each of these was measured with random weights, exit code 0."""
     from safetensors.torch import load_file, save_file
 
-    sound, weights = (bert / "config.json").read_text(), load_file(bert / "model.safetensors")
+    sound, weights = (bert / "config.json").read_text(encoding="utf-8"), load_file(bert / "model.safetensors")
     assert load(str(bert)).model.config.num_hidden_layers == 2
     for entries, words in (
         ({"num_hidden_layers": 1}, "unexpected are 16, such as bert.encoder.layer.1.attention.output.LayerNorm.bias"),
@@ -235,7 +237,7 @@ def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, c
             load(str(bert))
         assert cli.main(["symmetries", str(bert)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
-        (bert / "config.json").write_text(sound)
+        (bert / "config.json").write_text(sound, encoding="utf-8")
     half = {k: v for i, (k, v) in enumerate(weights.items()) if i % 2}
     save_file(half, bert / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"missing are 21, such as bert"):
@@ -248,7 +250,7 @@ def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, c
 
 def test_an_adapter_beside_the_weights_is_refused(bert, capsys):
     """transformers attached it and froze the rest: 2 of 31 tensors were measured, and nothing said so."""
-    (bert / "adapter_config.json").write_text("{}")
+    (bert / "adapter_config.json").write_text("{}", encoding="utf-8")
     for name in ("config.json", "absent"):  # and without the model that it adapts
         with pytest.raises(ValueError, match=r"bert holds a PEFT adapter; .*merge_and_unload"):
             load(str(bert))
@@ -256,11 +258,12 @@ def test_an_adapter_beside_the_weights_is_refused(bert, capsys):
 
 
 def test_files_beside_the_weights_that_cannot_be_read(bert):
-    (bert / "tokenizer.json").write_text("{")
+    (bert / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"the tokenizer in .*bert cannot be read"):
         _ = load(str(bert)).tokenizer
     (bert / "preprocessor_config.json").write_text(
-        '{"size": {"height": "x"}, "image_mean": 1, "image_processor_type": "ViTImageProcessor"}'
+        '{"size": {"height": "x"}, "image_mean": 1, "image_processor_type": "ViTImageProcessor"}',
+        encoding="utf-8",
     )
     with pytest.raises(ValueError, match=r"the image processor in .*bert cannot be read"):
         load(str(bert)).transform(picture((4, 4)))
@@ -326,7 +329,7 @@ def test_texts_are_cut_where_the_positions_of_the_model_end(own, longest, tmp_pa
 
     networks.bert(layers=1).save_pretrained(tmp_path)
     wordpiece(["a", "b"], 20, length=own).save_pretrained(tmp_path)
-    (tmp_path / "long.tsv").write_text("text\tlabel\n" + "a " * 30 + "\t0\n")
+    (tmp_path / "long.tsv").write_text("text\tlabel\n" + "a " * 30 + "\t0\n", encoding="utf-8")
     loaded = load(str(tmp_path), None)
     batch = DataChoice(str(tmp_path / "long.tsv")).load(loaded, torch.device("cpu"))[0]
     assert batch["input_ids"].shape == (1, longest)

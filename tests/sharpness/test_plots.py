@@ -102,15 +102,15 @@ def test_a_report_is_of_the_largest_radius(tmp_path, monkeypatch):
     assert set(seen) == {5, 2}
     assert drawn["profile"].norm == pytest.approx(0.05)
     assert drawn["layers"] == result[0.05].by_layer() != result[0.01].by_layer()
-    pictures = re.findall(r"base64,([^\"]*)", (tmp_path / "r.html").read_text())
+    pictures = re.findall(r"base64,([^\"]*)", (tmp_path / "r.html").read_text(encoding="utf-8"))
     assert [base64.b64decode(p)[:4] for p in pictures] == [b"\x89PNG"] * 2
     gone = sharpness.evaluate(model, [batch], rho=0.05, keep_directions=False, progress=False)
     plots.write_report(tmp_path / "r.html", model, batch, [gone], {"a": "<b>"})
-    page = (tmp_path / "r.html").read_text()
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "no figures of geodesic-inv: " in page
     assert "keep_directions=True" in page
     assert "&lt;b&gt;" in page
     plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     flat = sharpness.evaluate(plain, [batch], measure="adaptive", progress=False)
     plots.write_report(tmp_path / "r.html", plain, batch, [flat])
-    assert (tmp_path / "r.html").read_text().count("<img") == 2
+    assert (tmp_path / "r.html").read_text(encoding="utf-8").count("<img") == 2

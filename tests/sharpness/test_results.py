@@ -30,7 +30,7 @@ def test_table_json_and_directions(tmp_path):
     assert "geodesic='second-order'" in how
     assert "Search(steps=2," in how
     result.to_json(tmp_path / "r.json")
-    found = json.loads((tmp_path / "r.json").read_text())
+    found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert found == result.to_dict()
     assert found["sharpness"]["0.1"] == float(result[0.1])
     assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]

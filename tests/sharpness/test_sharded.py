@@ -98,11 +98,11 @@ def test_every_process_draws_its_part_of_a_random_vector(out, name, size):
 
 def test_a_process_that_fails_ends_all_and_leaves_the_weights(out):
     for how in WAYS:
-        said, untouched, seconds = json.loads((out / f"{how}-0.json").read_text())
+        said, untouched, seconds = json.loads((out / f"{how}-0.json").read_text(encoding="utf-8"))
         assert said.startswith("RemoteError: another process of the group ended"), said
         assert untouched
         assert seconds < 60
-    own = {how: json.loads((out / f"{how}-1.json").read_text())[:2] for how in ("error", "interrupt")}
+    own = {how: json.loads((out / f"{how}-1.json").read_text(encoding="utf-8"))[:2] for how in ("error", "interrupt")}
     assert own["error"] == ["RuntimeError: no more", True]
     assert own["interrupt"] == ["KeyboardInterrupt: ", True]
 

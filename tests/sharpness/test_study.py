@@ -33,14 +33,15 @@ BASE = {"checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}
     ],
 )
 def test_values_of_the_wrong_kind(place, entries, words):
-    Path("wrong.json").write_text(json.dumps(BASE | entries))
+    Path("wrong.json").write_text(json.dumps(BASE | entries), encoding="utf-8")
     with pytest.raises(ValueError, match=words.replace("$.", r"\$.").replace("| ", r"\| ")):
         read_config("wrong.json")
 
 
 def test_what_is_not_measured_needs_no_radius(place):
     Path("good.json").write_text(
-        json.dumps(BASE | {"measures": ["euclidean"], "rho": {"euclidean": 0.1, "adaptive": []}})
+        json.dumps(BASE | {"measures": ["euclidean"], "rho": {"euclidean": 0.1, "adaptive": []}}),
+        encoding="utf-8",
     )
     assert read_config("good.json").measured() == {"euclidean": [0.1]}
 
@@ -59,9 +60,9 @@ def test_what_is_not_measured_needs_no_radius(place):
 )
 def test_mistakes_in_the_configuration(place, capsys, change, message):
 
-    config = json.loads(Path("sweep.json").read_text()) | change
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | change
     config = {k: v for k, v in config.items() if v is not None}
-    Path("sweep.json").write_text(json.dumps(config))
+    Path("sweep.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 2
     err = capsys.readouterr().err
     assert re.search(message, err)
@@ -95,15 +96,15 @@ def test_a_shard_that_is_none(place, capsys, shard, words):
 def test_entries_that_measure_the_same(place):
     """They were measured twice, or gave results that no command read."""
     measures = ["adaptive", "euclidean", "adaptive"]
-    config = json.loads(Path("sweep.json").read_text()) | {"measures": measures, "rho": [0.1, 0.2]}
-    Path("own.json").write_text(json.dumps(config))
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | {"measures": measures, "rho": [0.1, 0.2]}
+    Path("own.json").write_text(json.dumps(config), encoding="utf-8")
     assert read_config("own.json").measured() == {"adaptive": [0.1, 0.2], "euclidean": [0.1, 0.2]}
 
 
 def test_a_measure_of_ones_own(place, monkeypatch):
     """A study adds it to the known ones by a name."""
-    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["twice"], "rho": [0.2]}
-    Path("own.json").write_text(json.dumps(config))
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | {"measures": ["twice"], "rho": [0.2]}
+    Path("own.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match="unknown measure 'twice'; choose one of"):
         read_config("own.json")
     monkeypatch.setitem(sharpness.MEASURES, "twice", sharpness.Measure("twice", elementwise="euclidean"))
@@ -115,9 +116,9 @@ def test_a_measure_of_ones_own(place, monkeypatch):
 
 def test_an_interrupted_sweep_leaves_no_results_of_another(place, capsys, monkeypatch):
     """They would be those of the run before, perhaps of another configuration."""
-    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive"], "rho": [0.1]}
-    Path("one.json").write_text(json.dumps(config))
-    Path("other.json").write_text(json.dumps({**config, "rho": [0.2]}))
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | {"measures": ["adaptive"], "rho": [0.1]}
+    Path("one.json").write_text(json.dumps(config), encoding="utf-8")
+    Path("other.json").write_text(json.dumps({**config, "rho": [0.2]}), encoding="utf-8")
     assert cli.main(["sweep", "one.json", "--out", "out", "--quiet"]) == 0
     assert cli.main(["table", "out"]) == 0
     assert capsys.readouterr().err == ""
@@ -144,20 +145,20 @@ def test_a_refused_sweep_leaves_the_results(place, capsys):
 
 def test_a_test_set_or_training_data_give_a_fit(place):
     """Known accuracies can be written beside the training error by hand."""
-    config = json.loads(Path("sweep.json").read_text()) | {"measures": []}
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | {"measures": []}
     for part, other in (("train", "test"), ("test", None)):
         own = {k: v for k, v in config.items() if k != "test"} | {part: "test.pt"}
-        Path("fit.json").write_text(json.dumps(own))
+        Path("fit.json").write_text(json.dumps(own), encoding="utf-8")
         assert run_sweep(read_config("fit.json"), part, progress=False) == []
         rows = rows_of(part, "fit.json")
         assert len(rows) == 4
         assert all(("test_error" in row) == (other is None) and row["train_error"] <= 1 for row in rows)
         written = targets([{**row, "test_error": row["train_error"] + 0.25} for row in rows])
         assert written == pytest.approx({f"net{i}.pt": 0.25 for i in range(4)})
-    Path("none.json").write_text(json.dumps({k: v for k, v in config.items() if k != "test"}))
+    Path("none.json").write_text(json.dumps({k: v for k, v in config.items() if k != "test"}), encoding="utf-8")
     assert run_sweep(read_config("none.json"), "none", progress=False) == []
     assert rows_of("none", "none.json") == []
-    Path("wrong.json").write_text(json.dumps({**config, "initial": "nowhere.pt"}))
+    Path("wrong.json").write_text(json.dumps({**config, "initial": "nowhere.pt"}), encoding="utf-8")
     with pytest.raises(ValueError, match="no initial weights at"):
         read_config("wrong.json")
 
@@ -185,7 +186,9 @@ def test_another_spelling_is_the_same_and_another_content_is_not(place):
     assert len(after) == len(before)
     assert not {r["job"] for r in after} & {r["job"] for r in before}
     changed = jobs_of()
-    Path("sweepmodel.py").write_text(MODULE.replace("Tanh", "ReLU"))  # the code is a part of the model
+    Path("sweepmodel.py").write_text(
+        MODULE.replace("Tanh", "ReLU"), encoding="utf-8"
+    )  # the code is a part of the model
     assert rows_of("out") == []
     assert changed
 
@@ -193,12 +196,13 @@ def test_another_spelling_is_the_same_and_another_content_is_not(place):
 def test_two_functions_of_one_module_are_two_sources(place):
     Path("two_sources.py").write_text(
         "import torch\ndef small():\n    return [(torch.ones(4, 6), torch.tensor([0, 1, 2, 0]))]\n"
-        "def large():\n    return [(2 * torch.ones(4, 6), torch.tensor([0, 1, 2, 0]))]\n"
+        "def large():\n    return [(2 * torch.ones(4, 6), torch.tensor([0, 1, 2, 0]))]\n",
+        encoding="utf-8",
     )
     found = {}
     for name in ("small", "large"):
-        config = {**json.loads(Path("sweep.json").read_text()), "data": f"two_sources:{name}"}
-        Path(f"{name}.json").write_text(json.dumps(config))
+        config = {**json.loads(Path("sweep.json").read_text(encoding="utf-8")), "data": f"two_sources:{name}"}
+        Path(f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
         assert run_sweep(read_config(f"{name}.json"), "out", progress=False) == []
         found[name] = [r["sharpness"] for r in rows_of("out", f"{name}.json") if r["kind"] == "sharpness"]
     assert found["small"] != found["large"]
@@ -207,11 +211,11 @@ def test_two_functions_of_one_module_are_two_sources(place):
 def test_only_what_is_read_of_a_folder_counts(tmp_path):
     networks.vit().save_pretrained(tmp_path / "vit")
     first = of_model(str(tmp_path / "vit"), None)
-    (tmp_path / "vit" / "README.md").write_text("notes")
+    (tmp_path / "vit" / "README.md").write_text("notes", encoding="utf-8")
     (tmp_path / "vit" / "results").mkdir()
-    (tmp_path / "vit" / "results" / "config.json").write_text("{}")
+    (tmp_path / "vit" / "results" / "config.json").write_text("{}", encoding="utf-8")
     assert of_model(str(tmp_path / "vit"), None) == first
-    (tmp_path / "vit" / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "vit" / "preprocessor_config.json").write_text("{}", encoding="utf-8")
     assert of_model(str(tmp_path / "vit"), None) != first
 
 
@@ -219,7 +223,7 @@ def test_rows_are_those_of_evaluate(place):
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 0
     rows = rows_of("out")
     assert len(rows) == 4 * (1 + 2 * 2 + 2 * 1)
-    assert [json.loads(line)["job"] for line in Path("out/results.jsonl").read_text().splitlines()] == [
+    assert [json.loads(line)["job"] for line in Path("out/results.jsonl").read_text(encoding="utf-8").splitlines()] == [
         r["job"] for r in rows
     ]
     row = next(r for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.3)
@@ -249,9 +253,9 @@ def test_a_diverged_checkpoint_is_a_failed_row(place, capsys):
 
 
 def test_a_radius_that_is_too_large_loses_no_other(place, capsys):
-    config = json.loads(Path("sweep.json").read_text())
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8"))
     config |= {"rho": {"euclidean": [0.1, 1e300, 0.3]}, "measures": ["euclidean"]}
-    Path("sweep.json").write_text(json.dumps(config))
+    Path("sweep.json").write_text(json.dumps(config), encoding="utf-8")
     for _ in range(2):  # said again by the next call, which does nothing again
         assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
         err = capsys.readouterr().err.splitlines()
@@ -268,11 +272,12 @@ def test_baselines_of_a_sweep(place, capsys):
         "    far = sum(float((p.detach() - start[name]).square().sum()) for name, p in model.named_parameters())\n"
         "    largest = max(float(p.detach().abs().max()) for p in model.parameters())\n"
         "    return {'largest': largest, 'distance': far, 'nothing': None}\n"
-        "def broken(model, batches, start):\n    return {'gap': 1 / 0}\n"
+        "def broken(model, batches, start):\n    return {'gap': 1 / 0}\n",
+        encoding="utf-8",
     )
-    config = json.loads(Path("sweep.json").read_text())
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8"))
     config |= {"initial": "collection/net0.pt", "measures": ["gradient-norm"]}
-    Path("base.json").write_text(json.dumps(config | {"baselines": "largest_weight:largest"}))
+    Path("base.json").write_text(json.dumps(config | {"baselines": "largest_weight:largest"}), encoding="utf-8")
     assert [f["error"] for f in run_sweep(read_config("base.json"), "out", progress=False)] == []
     found = {r["checkpoint"]: r for r in rows_of("out", "base.json") if r["kind"] == "baselines"}
     assert found["net0.pt"]["distance"] == 0
@@ -280,6 +285,6 @@ def test_baselines_of_a_sweep(place, capsys):
     for name, row in found.items():
         assert row["largest"] == max(float(v.abs().max()) for v in torch.load(f"collection/{name}").values())
         assert row["nothing"] is None
-    Path("base.json").write_text(json.dumps(config | {"baselines": "largest_weight:broken"}))
+    Path("base.json").write_text(json.dumps(config | {"baselines": "largest_weight:broken"}), encoding="utf-8")
     assert cli.main(["sweep", "base.json", "--out", "broken", "--quiet"]) == 1
     assert "net0.pt, baselines: largest_weight:broken failed: ZeroDivisionError" in capsys.readouterr().err

@@ -32,15 +32,15 @@ def test_finished_jobs_are_not_done_again(place, monkeypatch):
     before = {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
     assert run_sweep(sweep, "out", progress=False) == []
     assert before == {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
-    config = json.loads(Path("sweep.json").read_text())
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8"))
     config["measures"].append("gradient-norm")
-    Path("more.json").write_text(json.dumps(config))
+    Path("more.json").write_text(json.dumps(config), encoding="utf-8")
     assert run_sweep(read_config("more.json"), "out", progress=False) == []
     after = {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
     assert before.items() < after.items()
     assert len(after) == len(before) + 4
     config["steps"] = 5
-    Path("other.json").write_text(json.dumps(config))
+    Path("other.json").write_text(json.dumps(config), encoding="utf-8")
     assert rows_of("out", "other.json") == [r for r in rows_of("out") if r["kind"] != "sharpness"]
 
 
@@ -57,19 +57,20 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
         "        return self.out(torch.tanh(self.a(x)))\n"
         "def model():\n"
         "    torch.manual_seed(0)\n"
-        "    return Net().float()\n"
+        "    return Net().float()\n",
+        encoding="utf-8",
     )
     monkeypatch.syspath_prepend(place)
     halves = importlib.import_module("halves")
     Path("halves").mkdir()
     for name in "ab":
         torch.save(halves.model().state_dict(), f"halves/{name}.pt")
-    config = json.loads(Path("sweep.json").read_text())
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8"))
     config |= {"measures": ["adaptive", "gradient-norm"], "rho": {"adaptive": 0.1}}
     config["checkpoints"] = [{"path": "halves/*.pt", "model": "halves:model"}]
-    Path("halves.json").write_text(json.dumps(config))
+    Path("halves.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "halves.json", "--out", "out", "--quiet"]) == 0
-    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text(encoding="utf-8").splitlines()]
     for row in (row for row in rows if row["kind"] == "sharpness"):
         frozen, unused = row["remarks"]
         assert frozen == "33 of 89 weights of the model are measured; the others are frozen"
@@ -82,7 +83,7 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
     assert cli.main(["table", "out", "--format", "csv"]) == 0
     assert all(line in capsys.readouterr().err for line in lines[:1])
     # A ranking of more models has them too.
-    with open("out/results.jsonl", "a") as file:
+    with open("out/results.jsonl", "a", encoding="utf-8") as file:
         for k, row in itertools.product(range(10), rows):
             file.write(json.dumps({**row, "checkpoint": f"{row['checkpoint']}{k}"}) + "\n")
     assert cli.main(["table", "out/results.jsonl"]) == 0
@@ -134,7 +135,7 @@ def test_a_file_that_cannot_be_read_leaves_the_others_their_rows(place, capsys, 
         assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
         assert re.search(r"net1.pt, model: .*Permission denied", capsys.readouterr().err)
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net2.pt", "net3.pt"}
-    assert len(Path("out/results.jsonl").read_text().splitlines()) == len(rows_of("out"))
+    assert len(Path("out/results.jsonl").read_text(encoding="utf-8").splitlines()) == len(rows_of("out"))
     (failure,) = read_rows("out", read_config("sweep.json"), failed=True)
     assert failure["checkpoint"] == "net1.pt"
     plan._of_contents.cache_clear()
@@ -154,9 +155,9 @@ def _sweep_here(place, out):
 
 
 def longer(place):
-    config = json.loads(Path("sweep.json").read_text())
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8"))
     config["rho"] = {"adaptive": [0.1 * k for k in range(1, 5)], "euclidean": [0.01 * k for k in range(1, 5)]}
-    Path("sweep.json").write_text(json.dumps(config))
+    Path("sweep.json").write_text(json.dumps(config), encoding="utf-8")
     began = time.monotonic()
     run_sweep(read_config("sweep.json"), "whole", progress=False)
     return time.monotonic() - began
@@ -248,7 +249,9 @@ class Odd(nn.Module):
 
 def test_whatever_one_model_raises_the_others_go_on(place, capsys):
     kinds = ("TypeError", "AttributeError", "AssertionError", "RecursionError", "ZeroDivisionError")
-    Path("bad.py").write_text(BAD + "".join(f"def {k.lower()}():\n    return Odd({k})\n\n" for k in kinds))
+    Path("bad.py").write_text(
+        BAD + "".join(f"def {k.lower()}():\n    return Odd({k})\n\n" for k in kinds), encoding="utf-8"
+    )
     for k in kinds:
         torch.save(nn.Sequential(nn.Linear(6, 3)).state_dict(), f"{k}.pt")
         weights = {name.replace("0.", "layer."): v for name, v in torch.load(f"{k}.pt").items()}
@@ -257,10 +260,10 @@ def test_whatever_one_model_raises_the_others_go_on(place, capsys):
 
     save_file({"a": torch.ones(3)}, "cut.safetensors")
     Path("cut.safetensors").write_bytes(Path("cut.safetensors").read_bytes()[:20])
-    config = json.loads(Path("sweep.json").read_text())
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8"))
     config["checkpoints"] += [{"path": f"{k}.pt", "model": f"bad:{k.lower()}"} for k in kinds]
     config["checkpoints"].append({"path": "cut.safetensors", "model": "sweepmodel:model"})
-    Path("bad.json").write_text(json.dumps(config))
+    Path("bad.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "bad.json", "--out", "out", "--quiet"]) == 1
     err = capsys.readouterr().err
     assert "cut.safetensors is not a readable safetensors file" in err
@@ -295,11 +298,15 @@ def test_bert_folders_good_and_bad(place, capsys):
         if folder != "wordless":
             tokenizer.save_pretrained(place / "berts" / folder)
     (place / "berts" / "pickled").mkdir()
-    (place / "berts" / "pickled" / "config.json").write_text((place / "berts/good/config.json").read_text())
+    (place / "berts" / "pickled" / "config.json").write_text(
+        (place / "berts/good/config.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     torch.save(Payload(), place / "berts" / "pickled" / "pytorch_model.bin")
-    (place / "texts.tsv").write_text("text\tlabel\n" + "".join(f"{w}\t{w.split()[0]}\n" for w in words))
+    (place / "texts.tsv").write_text(
+        "text\tlabel\n" + "".join(f"{w}\t{w.split()[0]}\n" for w in words), encoding="utf-8"
+    )
     config = {"checkpoints": "berts/*", "data": "texts.tsv", "measures": ["geodesic-inv"], "rho": 0.05, "steps": 2}
-    (place / "berts.json").write_text(json.dumps(config))
+    (place / "berts.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "berts.json", "--out", "b", "--quiet"]) == 1
     said = {line.split()[1]: line for line in capsys.readouterr().err.splitlines() if line.startswith("sharpness: ")}
     assert [r["checkpoint"] for r in rows_of("b", "berts.json")] == ["good"], said
@@ -329,7 +336,7 @@ def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
         Image.new("RGB", (32, 32), (shade, 90, 10)).save(place / "pictures" / c / "0.png")
     config = {"checkpoints": [{"path": "soups/*.pt", "model": "tests.small_clip:fine_tuned"}], "data": "pictures",
               "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
-    (place / "soups.json").write_text(json.dumps(config))
+    (place / "soups.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
     rows = rows_of("s", "soups.json")
     assert [(r["checkpoint"], r["kind"]) for r in rows] == [("model_0.pt", "sharpness")]
@@ -339,15 +346,15 @@ def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
 
 
 def test_data_that_cannot_be_read_is_said_once(place, capsys):
-    config = json.loads(Path("sweep.json").read_text())
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8"))
     config |= {"checkpoints": [{"path": "collection/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
     (place / "bad.tsv").write_bytes(b"text\tlabel\nna\xefve\t1\n")
-    (place / "bad.json").write_text(json.dumps(config))
+    (place / "bad.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert all("bad.tsv is not UTF-8; convert the file" in line for line in lines)
     assert len(lines) == 1  # not by the fit, and four measures
-    assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
+    assert Path("bad/results.jsonl").read_text(encoding="utf-8") == ""  # no row is a result too
     assert cli.main(["table", "bad"]) == 2
     said = capsys.readouterr().err.splitlines()
     measures = ", ".join(config["measures"])
@@ -355,7 +362,7 @@ def test_data_that_cannot_be_read_is_said_once(place, capsys):
     torch.save(picture_network().state_dict(), "pictures.pt")
     config |= {"checkpoints": [{"path": "pictures.pt", "model": "tests.pictures:picture_network"}], "data": "empty"}
     (place / "empty" / "cat").mkdir(parents=True)
-    (place / "bad.json").write_text(json.dumps(config))
+    (place / "bad.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     assert "the class folder cat of empty holds no image" in capsys.readouterr().err
     (place / "empty" / "cat" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n cut off")
@@ -364,25 +371,25 @@ def test_data_that_cannot_be_read_is_said_once(place, capsys):
 
 
 def test_what_all_checkpoints_need_is_looked_at_first(place, capsys):
-    config = json.loads(Path("sweep.json").read_text())
-    (place / "bad.json").write_text(json.dumps(config | {"data": "nowhere.pt"}))
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8"))
+    (place / "bad.json").write_text(json.dumps(config | {"data": "nowhere.pt"}), encoding="utf-8")
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 2
     assert "there is no data at nowhere.pt" in capsys.readouterr().err
 
 
 def test_results_of_something_else_are_not_replaced(place, capsys):
     Path("mine").mkdir()
-    Path("mine/results.jsonl").write_text("my own table")
+    Path("mine/results.jsonl").write_text("my own table", encoding="utf-8")
     assert cli.main(["sweep", "sweep.json", "--out", "mine", "--quiet"]) == 2
     assert "results.jsonl is not from a sweep into this folder" in capsys.readouterr().err
-    assert Path("mine/results.jsonl").read_text() == "my own table"
+    assert Path("mine/results.jsonl").read_text(encoding="utf-8") == "my own table"
 
 
 def test_what_is_wrong_is_known_before_the_first_search(place, capsys, monkeypatch):
     """A column of the test data that has another name was told after half an hour; now nothing is measured first."""
     torch.save({"x": torch.randn(12, 5), "y": torch.randint(3, (12,))}, "narrow.pt")
-    config = json.loads(Path("sweep.json").read_text()) | {"test": "narrow.pt"}
-    Path("wrong.json").write_text(json.dumps(config))
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | {"test": "narrow.pt"}
+    Path("wrong.json").write_text(json.dumps(config), encoding="utf-8")
     monkeypatch.setattr("sharpness.study.run.evaluate", lambda *_, **__: pytest.fail("it measures"))
     for more in (["--dry-run"], []):
         assert cli.main(["sweep", "wrong.json", "--out", "wrong", "--quiet", *more]) == 1
@@ -427,9 +434,12 @@ def test_the_plan_is_said_first(place, capsys):
 
 def test_a_sweep_without_a_configuration(place, capsys):
     """The rows are those of the same sweep from a file."""
-    config = json.loads(Path("sweep.json").read_text()) | {"rho": [0.1, 0.3], "measures": ["adaptive", "euclidean"]}
+    config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | {
+        "rho": [0.1, 0.3],
+        "measures": ["adaptive", "euclidean"],
+    }
     config["test"] = {"source": "test.pt", "batch_size": 8}
-    Path("same.json").write_text(json.dumps(config))
+    Path("same.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "same.json", "--out", "file", "--quiet"]) == 0
     nets = sorted(map(str, Path("collection").glob("*.pt")))
     data = shlex.split("--data train.pt --test test.pt --batch-size 8 --num-examples 16 --subset-seed 3")

@@ -32,26 +32,26 @@ def test_rows_survive_a_csv(tmp_path):
     pd.testing.assert_frame_equal(compare(back), compare(read_results(tmp_path)), rtol=1e-6)
     assert [r["checkpoint"] for r in back] == [r["checkpoint"] for r in rows]
     assert back[2]["sharpness"] == pytest.approx(rows[2]["sharpness"], rel=1e-7)
-    (tmp_path / "bad.jsonl").write_text("a,b\n1,2\n")
+    (tmp_path / "bad.jsonl").write_text("a,b\n1,2\n", encoding="utf-8")
     with pytest.raises(ValueError, match="holds no results"):
         read_results(tmp_path / "bad.jsonl")
     with pytest.raises(FileNotFoundError, match="no results at"):
         read_results(tmp_path / "none")
-    (tmp_path / "failed.jsonl").write_text('{"checkpoint": "a", "kind": "fit", "err')
+    (tmp_path / "failed.jsonl").write_text('{"checkpoint": "a", "kind": "fit", "err', encoding="utf-8")
     with pytest.raises(ValueError, match=r"failed.jsonl: Unterminated string"):
         read_failures(tmp_path)
 
 
 def test_the_result_of_one_run_is_named(tmp_path):
     path = tmp_path / "result.json"
-    path.write_text(json.dumps({"command": "sharpness run", "results": []}, indent=2))
+    path.write_text(json.dumps({"command": "sharpness run", "results": []}, indent=2), encoding="utf-8")
     with pytest.raises(ValueError, match="holds no results of a sweep: it is the result of one run, not of a sweep"):
         read_results(path)
 
 
 def test_json_of_a_row_is_readable(tmp_path):
     write_results(tmp_path / "r.jsonl", study(3))
-    assert all(json.loads(line)["kind"] for line in (tmp_path / "r.jsonl").read_text().splitlines())
+    assert all(json.loads(line)["kind"] for line in (tmp_path / "r.jsonl").read_text(encoding="utf-8").splitlines())
 
 
 @pytest.mark.parametrize("style", ["text", "latex", "csv"])
@@ -251,16 +251,16 @@ def test_a_sweep_replaces_nothing_that_it_reads(tmp_path, capsys):
     (tmp_path / "jobs").mkdir()
     (tmp_path / "images" / "a").mkdir(parents=True)
     for name in ("results.jsonl", "net.pt"):
-        (tmp_path / name).write_text("{}")
+        (tmp_path / name).write_text("{}", encoding="utf-8")
     config = {"checkpoints": [{"path": "net.pt", "model": "torch.nn:PReLU"}], "data": "net.pt"}
     for more, out in (
         ({"initial": "results.jsonl"}, tmp_path),
         ({"data": "images"}, tmp_path / "images" / "results"),
     ):
-        (tmp_path / "sweep.json").write_text(json.dumps(config | more))
+        (tmp_path / "sweep.json").write_text(json.dumps(config | more), encoding="utf-8")
         assert cli.main(["sweep", str(tmp_path / "sweep.json"), "--out", str(out), "--quiet"]) == 2
         assert "which is read; choose another place" in capsys.readouterr().err
-    assert (tmp_path / "results.jsonl").read_text() == "{}"
+    assert (tmp_path / "results.jsonl").read_text(encoding="utf-8") == "{}"
 
 
 def test_few_models_are_listed_one_by_one(tmp_path, capsys):

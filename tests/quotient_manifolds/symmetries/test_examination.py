@@ -157,7 +157,7 @@ def check(model, batch):
 
 
 def rows():
-    with TABLE.open() as file:
+    with TABLE.open(encoding="utf-8") as file:
         return {
             (r["library"], r["model"]): (r["queries and keys"], r["values and outputs"]) for r in csv.DictReader(file)
         }
