@@ -92,8 +92,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | None = None) -> int:
     """Run the command line, by default that of the process; every error is reported in one line, with exit code 2."""
     top = parser() if top is None else top
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a result is not lost because a terminal lacks a letter
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a result is not lost because a terminal lacks a letter
     try:
         try:
             code = _run(top, arguments)
@@ -103,15 +104,18 @@ def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | 
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        _give_up_output()
         said, code = "interrupted", 130
+    except BrokenPipeError:
+        _close_output()
+        return 141  # as programs end that SIGPIPE ends: whoever read has seen enough
     except Exception as error:
-        unwritten = _give_up_output()
-        if unwritten and isinstance(error, BrokenPipeError):
-            return 141  # as programs end that SIGPIPE ends: whoever read has seen enough
         if not isinstance(error, EXPECTED):
             traceback.print_exc()
         said, code = painted(words_of(error), "31", sys.stderr), 2
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _close_output()
     print(f"{top.prog}: {said}", file=sys.stderr)
     return code
 
@@ -128,15 +132,10 @@ def _run(top: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     return code
 
 
-def _give_up_output() -> bool:
-    """Return whether what was printed cannot be written; then it is given up, or Python would fail when it ends."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with suppress(OSError):
-            sys.stdout.close()
-        return True
-    return False
+def _close_output() -> None:
+    """Give up what cannot be written, or Python would try again when it ends, and fail."""
+    with suppress(OSError):
+        sys.stdout.close()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -147,10 +147,6 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     before = _log_probabilities(model, x_test)
     right_in_test = float((before.argmax(1) == y_test).double().mean())
     right = float((_log_probabilities(model, x_train).argmax(1) == y_train).double().mean())
-    print(
-        f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} right, "
-        f"{right_in_test:.1%} of {len(y_test)} test digits\n"
-    )
     change, rows = 0.0, list[dict[str, Any]]()
     with progress_bar(1 + len(MOVES), "equivalent networks", "network", progress=progress) as shown:
         for kind in ("the network", *MOVES):
@@ -165,6 +161,10 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     draw(factors, out)
     accuracies = {"train_accuracy": right, "test_accuracy": right_in_test}
     write_json(numbers, {**accuracies, "output_change": change, "rows": rows})
+    print(
+        f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} right, "
+        f"{right_in_test:.1%} of {len(y_test)} test digits\n"
+    )
     print(table[:1].rename({"the network": "sharpness"}).to_string(index_names=False, float_format="{:.2f}".format))
     print("\ntimes as sharp, with the same probabilities, after a reparametrisation of")
     print(factors.to_string(index_names=False, float_format=times))

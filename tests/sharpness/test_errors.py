@@ -2,15 +2,30 @@
 
 import contextlib
 import errno
+import io
+import json
 import os
+import signal
+import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
+from torch import nn
 
+from quotient_manifolds import lora_command
 from reproduction import cli as laboratory
 from sharpness import LayerShare, LayerShares, cli, plots
 from sharpness.errors import naming, words_of
 from sharpness.files import atomic_write, check_apart, check_file, check_folder, write_json, write_text
+from sharpness.study.rows import write_results
+from tests import whole_networks
+from tests.studies import study
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_words():
@@ -149,3 +164,124 @@ def test_nothing_that_is_read_is_written(place):
     check_apart(place / "other", [mine, thesis], [mine])
     with pytest.raises(ValueError, match=r"would change .*mine, which is read"):
         check_apart(mine / "new.json", (), [mine])
+
+
+# -- wherever the output goes ------------------------------------------------------------------------------------------
+
+#: What each command writes; a line with - prints nothing.
+WRITTEN = {
+    "demo --quiet --out {0}/picture.png": "picture.png picture.json",
+    "run torch.nn:PReLU {0}/data.pt --checkpoint {0}/netä.pt --measure adaptive --quiet --out {0}/r.json "
+    "--report {0}/r.html": "r.json r.html",
+    "sweep {0}/netä.pt --model torch.nn:PReLU --data {0}/data.pt --measure adaptive --quiet --out {0}/out": "- "
+    "out/results.jsonl",
+    "table {0}/results.jsonl": "",
+    "plot {0}/results.jsonl --out {0}/plot.png": "plot.png",
+    "compare {0}/vit {0}/vit": "",
+    "same {0}/vit {0}/vit --out {0}/same.csv": "same.csv",
+    "symmetries {0}/vit": "",
+    "canonicalize {0}/vit --out {0}/canonical": "canonical/model.safetensors",
+    "env": "",
+    "merge {0}/lora {0}/lora --out {0}/merged": "- merged/README.md",
+    "resize {0}/lora --rank 1 --out {0}/small": "- small/README.md",
+    "balance {0}/lora --out {0}/even": "- even/README.md",
+    "compare {0}/lora {0}/lora": "",
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """What commands read, in a folder whose name ASCII does not have."""
+    torch.set_default_dtype(torch.float32)
+    world = tmp_path_factory.mktemp("world") / "Größe 空"
+    world.mkdir()
+    torch.save(nn.PReLU().state_dict(), world / "netä.pt")
+    torch.save({"x": torch.randn(4, 4), "y": torch.arange(4)}, world / "data.pt")
+    write_results(world / "results.jsonl", [{**row, "checkpoint": f"ä{row['checkpoint']}"} for row in study(10)])
+    whole_networks.build("vit").float().save_pretrained(world / "vit")
+    (world / "lora").mkdir()
+    factors = {f"base_model.model.q.lora_{f}.weight": torch.ones(2, 2) for f in "AB"}
+    safetensors.torch.save_file(factors, world / "lora" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q"], "base_model_name_or_path": "空"}
+    text = json.dumps(config, ensure_ascii=False)
+    (world / "lora" / "adapter_config.json").write_text(text, encoding="utf-8")
+    return world
+
+
+class Interrupted(io.StringIO):
+    def write(self, _):
+        raise KeyboardInterrupt
+
+
+def closed_pipe():
+    reads, writes = os.pipe()
+    os.close(reads)
+    return open(writes, "w", encoding="utf-8")
+
+
+#: Standard output, with the exit code and the words of a command that prints.
+OUTPUTS = {
+    "ascii": (lambda: io.TextIOWrapper(io.BytesIO(), "ascii", "surrogateescape"), 0, ""),
+    "closed": (closed_pipe, 141, ""),
+    "full": (lambda: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", encoding="utf-8"), 2, "No space left on device"),
+    "interrupted": (Interrupted, 130, "interrupted"),
+}
+
+
+@pytest.mark.parametrize("line", WRITTEN)
+def test_wherever_its_output_goes_a_command_ends_in_a_line_and_loses_nothing(line, world, monkeypatch, capsys):
+    """Results were lost at a ρ that a terminal lacks; closed pipes and Ctrl-C ended in tracebacks."""
+    torch.set_default_dtype(torch.float32)
+    silent, names = WRITTEN[line].startswith("-"), WRITTEN[line].removeprefix("- ").split()
+    lora = "lora" in line
+    program, module = ("quotient-lora", lora_command) if lora else ("sharpness", cli)
+    # In an ASCII locale this is how Python reads the path.
+    here = os.fsencode(world).decode("ascii", "surrogateescape")
+    monkeypatch.setattr(sys, "argv", [program, *(word.format(here) for word in line.split())])
+    monkeypatch.setattr("sharpness.demo.train", lambda *_, **__: None)
+    few = torch.randn(8, 1, 8, 8), torch.arange(8)
+    monkeypatch.setattr("sharpness.demo.digits", lambda _: few * 2)
+    monkeypatch.setattr("sharpness.demo.MOVES", {})
+    monkeypatch.setattr("sharpness.demo.RADII", {"euclidean": 0.05})
+    monkeypatch.setattr("sharpness.study.tables._RESAMPLES", 30)
+    for drawing in ("sharpness.demo.draw", "sharpness.plots.write_report", "sharpness.study.plot_sweep"):
+        monkeypatch.setattr(drawing, lambda *given, **_: next(p for p in given if isinstance(p, Path)).touch())
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    for how, (output, code, words) in OUTPUTS.items():
+        before, listening = set(world.rglob("*")), signal.getsignal(signal.SIGTERM)
+        with monkeypatch.context() as context:
+            if how == "interrupted" and (lora or silent):
+                work = f"quotient_manifolds.adapters.{sys.argv[1]}" if lora else "sharpness.study.run_sweep"
+                context.setattr(work, lambda *_, **__: Interrupted().write(""))
+            context.setattr(sys, "stdout", stream := output())
+            found = module.command() if lora else module.main()
+        signal.signal(signal.SIGTERM, listening)
+        quiet = silent and how in ("closed", "full")
+        assert (how, found) == (how, 0 if quiet else code)
+        said = capsys.readouterr().err
+        assert said.count("\n") == bool(words and not quiet)
+        assert (words in said) or quiet
+        if how == "ascii" and line.startswith("run"):
+            assert rb"nats at \u03c1 = 0.5" in stream.buffer.getvalue()
+        if how != "interrupted" or not (lora or silent):
+            assert all((world / name).exists() for name in names)
+        with contextlib.suppress(OSError):
+            stream.close()
+        for path in sorted(set(world.rglob("*")) - before, reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("command", ["sharpness.cli run", "quotient_manifolds.lora_command merge"])
+def test_help_in_ascii_and_for_a_reader_who_leaves(command):
+    """In a process of its own, which writes what is left when it ends."""
+    module, name = command.split()
+    code = f"import sys; from {module} import *; sys.exit(globals().get('command', main)())"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONUNBUFFERED": ""}
+    with open(os.devnull, "wb") as nobody:
+        for stdout, expected in ((nobody, 0), (closed_pipe(), 141)):
+            command = [sys.executable, "-W", "ignore", "-c", code, name, "--help"]
+            done = subprocess.run(
+                command, stdout=stdout, stderr=subprocess.PIPE, env=environment, cwd=ROOT, check=False
+            )
+            stdout.close()
+            assert (done.returncode, done.stderr) == (expected, b"")
