@@ -310,6 +310,7 @@ def test_the_number_stands_beside_reference_values(capsys, monkeypatch):
         (["rum"], "(did you mean run?)"),
         (["run", "m", "d", "--meazure", "x"], "run: unrecognized arguments: --meazure x (did you mean --measure?)"),
         (["table", "results", "--target", "gup"], "(did you mean gap?)"),
+        (["run", "a", "b", "dev.tsv"], "arguments: dev.tsv (sharpness sweep measures many models)"),
         (["table", "results", "--zzz"], "unrecognized arguments: --zzz; see"),
     ],
 )  # fmt: skip

@@ -87,6 +87,14 @@ def test_without_matplotlib(monkeypatch):
         plots.plot_layers(LayerShares([LayerShare("a", "MLP", None, 1.0)]))
 
 
+def test_without_pandas(monkeypatch, capsys):
+    """The error was that of the import alone."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "sharpness.sameness", raising=False)
+    assert cli.main(["same", "one", "two"]) == 2
+    assert "comparing two models needs pandas: install the extra plot, pip install" in capsys.readouterr().err
+
+
 # -- files are written as a whole or not at all ------------------------------------------------------------------------
 
 

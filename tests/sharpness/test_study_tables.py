@@ -17,7 +17,17 @@ import reproduction.statistics
 from reproduction.tables import read_table, write_rows
 from sharpness import cli, evaluate
 from sharpness.results import DOUBTS
-from sharpness.study import compare, kendall, per_model, plot_sweep, read_failures, read_results, remarks, targets
+from sharpness.study import (
+    compare,
+    kendall,
+    per_model,
+    plot_sweep,
+    read_config,
+    read_failures,
+    read_results,
+    remarks,
+    targets,
+)
 from sharpness.study.rows import write_results
 from tests import networks
 from tests.sharpness.test_space import Gated
@@ -40,6 +50,19 @@ def test_rows_survive_a_csv(tmp_path):
     (tmp_path / "failed.jsonl").write_text('{"checkpoint": "a", "kind": "fit", "err', encoding="utf-8")
     with pytest.raises(ValueError, match=r"failed.jsonl: Unterminated string"):
         read_failures(tmp_path)
+
+
+def test_files_that_an_editor_has_saved_with_a_mark_are_read(tmp_path):
+    """Windows' editors begin UTF-8 with a byte order mark."""
+    row = {"checkpoint": "Größe", "kind": "fit", "train_loss": 0.5}
+    (tmp_path / "results.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8-sig")
+    (tmp_path / "failed.jsonl").write_text(json.dumps({**row, "error": "so"}), encoding="utf-8-sig")
+    assert read_results(tmp_path) == [row]
+    assert read_failures(tmp_path) == ["Größe (fit): so"]
+    (tmp_path / "net.pt").touch()
+    config = {"checkpoints": [{"path": "*.pt", "model": "torch.nn:PReLU"}], "data": "x.pt"}
+    (tmp_path / "sweep.json").write_text(json.dumps(config), encoding="utf-8-sig")
+    assert read_config(tmp_path / "sweep.json").checkpoints[0].name == "net.pt"
 
 
 def test_the_result_of_one_run_is_named(tmp_path):
