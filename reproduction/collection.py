@@ -101,7 +101,7 @@ def train_collection(
     sweep.json
     """
     folder = check_folder(folder)
-    loaded = load(model, checkpoint)
+    loaded = load(model, checkpoint, untrained=True)
     if recipes is None:
         recipes = [random_recipe(seed, images=not holds_texts(data.source)) for seed in range(models)]
     if not 0 <= first < len(recipes):
@@ -131,7 +131,8 @@ def train_collection(
         for i in todo:
             start = time.perf_counter()
             torch.manual_seed(recipes[i].seed)
-            net = _classifier(loaded, names) if holds_texts(data.source) else load(model, checkpoint).model
+            own = holds_texts(data.source)
+            net = _classifier(loaded, names) if own else load(model, checkpoint, untrained=True).model
             scale_(net, recipes[i].init_scale)
             if checkpoint is None and loaded.folder is None:
                 _save(net, loaded, folder / f"start_{i:02d}", half)

@@ -181,7 +181,8 @@ def from_starts(checkpoints: Sequence[Checkpoint], models: Path) -> dict[str, di
     for c in checkpoints:
         path = models / c.name.replace("model", "start", 1)
         if path.is_file():
-            model, start = load(c.model, c.weights).model, load_state_dict(path)
+            model = load(c.model, c.weights).model
+            start = load_state_dict(path, model.state_dict())
             found[c.name] = {"distance": distance(model, start), "geodesic_distance": geodesic_distance(model, start)}
     return found
 
