@@ -90,5 +90,5 @@ def in_a_group(folder):
     found |= {name: said(net, own, **group) for name, own in given.items()}
     found |= {"weights": said(other, batches, **group), "buffers": said(buffers, batches, **group)}
     found |= {f"sharded, {name}": said(fully_shard(network()), own) for name, own in given.items()}
-    Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
