@@ -170,8 +170,8 @@ def vector_lengths(
 
     Vectors are: a neuron's row with its bias; a column of a layer that writes to the stream or reads rectified neurons;
     the bias of such a layer; and a row of an embedding or of any other table. What a pair's group moves, frozen or not,
-    is no part of the other vectors: a bias beside weights of ``pairs`` is a vector of its own. ``read`` returns the
-    values of a parameter.
+    is no part of the other vectors: a bias beside weights of ``pairs`` is a vector of its own, and so is one beside
+    quantised weights, which never move and have no length here. ``read`` returns the values of a parameter.
     """
     wiring = Wiring() if wiring is None else wiring
     moved = masks(b for pair in pairs if pair.group is not None or pair.frozen for b in pair.G + pair.H)
@@ -189,8 +189,11 @@ def vector_lengths(
         outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
+    def quantised(p: Tensor) -> bool:
+        return p.element_size() < 2 or not (p.is_floating_point() or p.is_complex())
+
     writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
-    found = {a.matrix.tensor: norm(a.matrix.tensor, a.stream_dim) for a in writers}
+    found = {t: norm(t, a.stream_dim) for a in writers if not quantised(t := a.matrix.tensor)}
     affines = {a.matrix.tensor: a for s in wiring.sites for a in s.readers}
     for module in model.modules():
         for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
@@ -203,7 +206,7 @@ def vector_lengths(
                 affines.setdefault(W, Affine(block(module, weight, transpose=transposed), row))
     for a in affines.values():
         matrix = a.matrix.tensor
-        if matrix in found:
+        if matrix in found or quantised(matrix):
             continue
         inputs = [d for d in range(matrix.dim()) if d != a.stream_dim]
         found[matrix] = rows = norm(matrix, *inputs)
@@ -214,7 +217,7 @@ def vector_lengths(
             found[added] = torch.where(together, joint, norm(added, 0))
             found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
     for p in model.parameters():
-        if p not in found:
+        if p not in found and not quantised(p):
             found[p] = norm(p, -1) if p.dim() else read(p).abs()
     for pair in (p for p in pairs if p.group is not None and p.group.positive and p.part != "neurons"):
         for side in (pair.G, pair.H):  # such pairs are not divided out: each column is a vector

@@ -1,9 +1,9 @@
 r"""Examination of attention modules without a handler: which groups leave their outputs unchanged.
 
 A module is run alone, in float64, on the inputs that a forward pass of the model gave it, and hypotheses are tested
-with the gradient of a random cotangent of its outputs: where the heads lie (divisors of the widths, roles that share a
-matrix) and which matrices Λ act on them. With the matrices C of :mod:`.certificate`, a head's group is the largest one
-that
+with the gradient of a random cotangent of those outputs that the model uses: where the heads lie (divisors of the
+widths, roles that share a matrix) and which matrices Λ act on them. With the matrices C of :mod:`.certificate`, a
+head's group is the largest one that
 
 .. math:: \langle C, Λ \rangle = 0 \quad \text{for all } Λ \text{ of its Lie algebra}
 

@@ -496,3 +496,22 @@ def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
     for options in ({}, {"measure": "complete-mix"}):
         one, two = (value(m, architectures.IDS, **options) for m in (model, twin))
         assert two == pytest.approx(one, rel=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:no adapter describes")
+def test_frozen_integers_are_as_the_numbers_that_they_stand_for():
+    """Packed weights of a quantised base do not move, so no vector of theirs has a length."""
+
+    class Cast(torch.nn.Linear):
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight.to(x))
+
+    values, start = [], torch.nn.Linear(4, 3)
+    whole, x = torch.randint(-3, 4, (4, 4)), torch.randn(6, 4)
+    for dtype in (torch.float64, torch.int8):
+        layer = Cast(4, 4, bias=False)
+        layer.weight = torch.nn.Parameter(whole.to(dtype), requires_grad=False)
+        model, batch = torch.nn.Sequential(layer, torch.nn.Tanh(), start), (x, torch.arange(6) % 3)
+        result = sharpness.evaluate(model, [batch], measure="complete-inv", rho=0.1, steps=3, progress=False)
+        values.append(float(result))
+    assert values[0] == values[1] > 0
