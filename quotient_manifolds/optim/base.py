@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import copy
+import functools
 import math
 import warnings
 from collections import Counter
@@ -86,7 +87,9 @@ class QuotientOptimizer(Optimizer):
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap :meth:`step` as torch does for every class of optimisers, and keep ``torch.compile`` out of it."""
-        return torch.compiler.disable(Optimizer.profile_hook_step(func))
+        whole = torch.compiler.disable(Optimizer.profile_hook_step(func))
+        # A plain function around it: torch 2.7 compiles what it finds inside a method that is disabled.
+        return functools.wraps(func)(lambda *args, **kwargs: whole(*args, **kwargs))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimisers do; :meth:`add_pairs` tells which of them form pairs.
