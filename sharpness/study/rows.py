@@ -142,7 +142,7 @@ def rows_of(job: dict[str, Any], place: Path) -> list[dict[str, Any]]:
     try:
         rows = msgspec.json.decode((place / f"{job_key(job)}.json").read_bytes(), type=list[dict[str, Any]])
         msgspec.convert([row for row in rows if "error" not in row], list[AnyRow])
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
         return []
     return rows
 
