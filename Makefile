@@ -11,6 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-
 PYTEST := PYTHONWARNDEFAULTENCODING=1 PYTHONWARNINGS=ignore::EncodingWarning:torch $(PYTEST)
 # Tests of what readers see, which make docs runs.
 PAGES := tests/test_docs.py tests/test_newcomers.py tests/test_examples.py tests/test_pages.py
+PACKAGES := tests quotient_manifolds sharpness --ignore tests/benchmarks $(PAGES:%=--ignore %)
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
@@ -21,7 +22,7 @@ demo: $(VENV)/.demo  ## train a vision transformer, measure it and ten reparamet
 	OMP_NUM_THREADS=1 $(BIN)/sharpness demo $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests of the packages (five minutes on two cores); ARGS="-k name" chooses
-	$(PYTEST) tests quotient_manifolds sharpness --ignore tests/benchmarks $(PAGES:%=--ignore %) $(ARGS)
+	$(PYTEST) $(PACKAGES) $(ARGS)
 
 studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and benchmarks/
 	$(PYTEST) reproduction tests/benchmarks $(ARGS)
@@ -37,7 +38,7 @@ exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 
 	EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 3 --no-loadscope-reorder $(ARGS)
+	$(PYTEST:$(BIN)/%=$(OLDEST)/bin/%) $(PACKAGES) $(ARGS)
 
 lint: $(VENV)/.dev  ## check style, docstrings, and which file may import which
 	$(BIN)/ruff check .
