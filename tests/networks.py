@@ -53,6 +53,11 @@ def projections(attention):
     return [inner.query, inner.key, inner.value, attention.output.dense]
 
 
+def feed_forward(layer):
+    """Both linear maps of a ViT's feed-forward part."""
+    return [layer.mlp.fc1, layer.mlp.fc2] if hasattr(layer, "mlp") else [layer.intermediate.dense, layer.output.dense]
+
+
 def bert(layers=2, hidden=16, heads=2, **options):
     from transformers import BertConfig, BertForSequenceClassification
 

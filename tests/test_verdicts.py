@@ -16,6 +16,8 @@ CASES = [(lib, name) for lib in tiny.NAMES for name in tiny.NAMES[lib]()] if EXH
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("library", "name"), CASES)
 def test_nothing_is_wrong_and_nothing_crashes(library, name):
+    if (library, name) in SAMPLE and name not in tiny.NAMES[library]():
+        pytest.skip(f"this {library} has no {name}")
     row = verdicts.judge(library, name)
     if "left out" in row:
         assert EXHAUSTIVE, row["left out"]

@@ -1,11 +1,13 @@
 """Tiny whole networks, in double precision and with random weights, for the symmetries of whole networks."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.whole import Element, Move, canonical_form
 from quotient_manifolds.symmetries.whole.align import _Form
 from quotient_manifolds.symmetries.whole.fits import permutation
@@ -63,7 +65,7 @@ BACKBONES = {
     "bert-pretraining": ("bert", "BertConfig", BERT, "BertForPreTraining"),
     "roberta": ("roberta", "RobertaConfig", BERT, "RobertaForMaskedLM"),
     "camembert": ("camembert", "CamembertConfig", BERT, "CamembertForTokenClassification"),
-    "xlm_roberta": ("xlm_roberta", "XLMRobertaConfig", BERT, "XLMRobertaForMultipleChoice"),
+    "xlm_roberta": ("xlm_roberta", "XLMRobertaConfig", BERT, "XLMRobertaForQuestionAnswering"),
     "electra": ("electra", "ElectraConfig", {**BERT, "embedding_size": 8}, "ElectraForPreTraining"),
     "electra-narrow": ("electra", "ElectraConfig", {**BERT, "embedding_size": 4}, "ElectraForMaskedLM"),
     "distilbert": ("distilbert", "DistilBertConfig",
@@ -222,7 +224,8 @@ def inputs(name, numbers=1, seed=2):
 
 def forward(model, batch):
     """The outputs of a network of any family."""
-    found = model(**batch) if isinstance(batch, dict) else model(batch)
+    with Wide() if type(model).__name__.startswith("T5") else nullcontext():  # casts to float32 in transformers 5.12
+        found = model(**batch) if isinstance(batch, dict) else model(batch)
     if isinstance(found, torch.Tensor):
         return found
     return found.logits if "logits" in found else found.image_embeds

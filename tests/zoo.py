@@ -44,7 +44,8 @@ LAYERS = {
     "deepseek_v2": {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 2,
                     "qk_rope_head_dim": 2, "v_head_dim": 2, "kv_lora_rank": 4, "head_dim": 2},
     "deepseek_v3": {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 2,
-                    "qk_rope_head_dim": 2, "v_head_dim": 2, "kv_lora_rank": 3, "q_lora_rank": 2, "head_dim": 2},
+                    "qk_rope_head_dim": 2, "v_head_dim": 2, "kv_lora_rank": 3, "q_lora_rank": 2, "head_dim": 2,
+                    "qk_head_dim": 4},
     "jamba": {"hidden_size": 4, "mamba_expand": 2, "mamba_d_state": 2, "mamba_dt_rank": 2, "mamba_d_conv": 2},
 }  # fmt: skip
 _IDS = torch.arange(16).reshape(2, 8) * 7 % 37 + 3

@@ -115,7 +115,7 @@ def test_the_model_stays_and_directions_lead_back():
 
 def test_a_wiring_that_is_not_the_models_is_refused():
     model = build("vit")
-    model.vit.layers[0].layernorm_before.register_forward_hook(lambda m, i, out: out.tanh())
+    networks.vit_layers(model)[0].layernorm_before.register_forward_hook(lambda m, i, out: out.tanh())
     with pytest.raises(ValueError, match="canonical form of ViTForImageClassification"):
         worst(model, "vit", "complete-inv")
 
@@ -135,10 +135,10 @@ def test_sam_is_refused():
 def test_only_trainable_parameters():
     model = build("vit")
     for name in ("adaptive", "geodesic-inv"):
-        with networks.training(model, r"layers\.1\."):
+        with networks.training(model, r"layers?\.1\."):
             some = worst(model, "vit", name)
         assert some < worst(model, "vit", name)
-    with networks.training(model, "q_proj"):  # whose pairs have keys too
+    with networks.training(model, "q_proj|query"):  # whose pairs have keys too
         assert worst(model, "vit", "geodesic-inv") == pytest.approx(worst(model, "vit", "adaptive", rho=0.1))
 
 
@@ -335,8 +335,8 @@ def test_rows_columns_and_tables():
     """Against sums that are written out."""
     model = build("vit")
     lengths = vector_lengths(model, wiring_of(model))
-    layer = model.vit.layers[0]
-    fc1, fc2, patches = layer.mlp.fc1, layer.mlp.fc2, model.vit.embeddings.patch_embeddings.projection
+    fc1, fc2 = networks.feed_forward(networks.vit_layers(model)[0])
+    patches = model.vit.embeddings.patch_embeddings.projection
     for row in (0, 5):
         expected = (fc1.weight[row].square().sum() + fc1.bias[row] ** 2).sqrt()
         torch.testing.assert_close(lengths[fc1.weight].expand_as(fc1.weight)[row, 3], expected)
@@ -441,19 +441,22 @@ def test_moves_of_frozen_heads_change_nothing_either(name):
     assert value(twin, batch) == pytest.approx(value(model, batch), rel=1e-8)
 
 
-@pytest.mark.parametrize("what", ["o_proj.weight", "embeddings"])
+@pytest.mark.parametrize("what", ["outputs", "embeddings"])
 def test_symmetries_that_frozen_weights_break_are_remarked(what):
     """What moves frozen and trained weights together is not divided out, and these heads can be moved by no other."""
     model, (batch,) = build("vit"), inputs("vit")
     twin = moved("vit", ["heads"])
-    for name, p in (*model.named_parameters(), *twin.named_parameters()):
-        p.requires_grad_(what not in name)
+    for m in (model, twin):
+        outputs = [networks.projections(layer.attention)[3].weight for layer in networks.vit_layers(m)]
+        frozen = {*outputs} if what == "outputs" else {*m.vit.embeddings.parameters()}
+        for p in m.parameters():
+            p.requires_grad_(p not in frozen)
     one, two = (
         evaluate(m, [batch], loss, measure="complete-inv", rho=0.1, steps=2, progress=False) for m in (model, twin)
     )
     said = [r for r in one.remarks if "train these as well" in r]
     assert (float(two) == pytest.approx(float(one), rel=1e-8)) == (not said) == (what == "embeddings")
-    names = ", ".join(f"vit.layers.{i}.attention.o_proj.weight" for i in range(2))
+    names = ", ".join(name for name, p in twin.named_parameters() if p in {*outputs})
     assert all(
         "complete-inv from dividing out symmetries that move trained ones too" in r and r.endswith(names) for r in said
     )

@@ -290,7 +290,8 @@ def test_frozen_weights_are_folded_and_put_back():
     torch.manual_seed(0)
     whole = networks.vit()
     whole.vit.embeddings.requires_grad_(False)
-    networks.vit_layers(whole)[0].mlp.requires_grad_(False)
+    for layer in networks.feed_forward(networks.vit_layers(whole)[0]):
+        layer.requires_grad_(False)
     expected = float(sharpness.evaluate(whole, [networks.images()], measure="complete-inv", steps=2, progress=False))
     model, calls = sharded.sharded(whole), []
     before = sharded.rows_of(model)

@@ -15,6 +15,7 @@ from quotient_manifolds.symmetries.whole import (
 from quotient_manifolds.symmetries.whole.align import KINDS
 from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
 from quotient_manifolds.symmetries.whole.units import Cell, Part, acted
+from tests import networks
 from tests.whole_networks import (
     BACKBONES,
     FAMILIES,
@@ -276,8 +277,8 @@ def test_bases_of_the_stream_are_best():
 def test_a_head_without_rank_is_left_as_it_is():
     model = build("vit")
     with torch.no_grad():
-        model.vit.layers[0].attention.q_proj.weight[:4] = 0
-        model.vit.layers[0].attention.q_proj.bias[:4] = 0
+        query = networks.projections(networks.vit_layers(model)[0].attention)[0]
+        query.weight[:4] = query.bias[:4] = 0
     copied = moved(model, seed=1)
     aligned, found = align_models(model, copied)
     (batch,) = inputs("vit")

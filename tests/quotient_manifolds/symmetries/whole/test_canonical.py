@@ -1,4 +1,5 @@
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from quotient_manifolds.symmetries.whole import (
     verify_whole,
     wiring_of,
 )  # fmt: skip
+from tests import networks
 from tests.whole_networks import FAMILIES, build, count, forward, inputs
 
 
@@ -80,12 +82,13 @@ def test_single_precision():
 
 def test_a_gain_of_zero_is_folded():
     model = build("vit")
-    model.vit.layers[0].layernorm_before.weight.data[2] = 0
+    norm = networks.vit_layers(model)[0].layernorm_before
+    norm.weight.data[2] = 0
     (batch,) = inputs("vit")
     before = forward(model, batch)
     canonicalize_(model)
     assert difference(forward(model, batch), before) < 1e-12
-    assert torch.equal(model.vit.layers[0].layernorm_before.weight, torch.ones(8, dtype=torch.float64))
+    assert torch.equal(norm.weight, torch.ones(8, dtype=torch.float64))
 
 
 def test_a_failure_half_way_harms_nothing(monkeypatch):
@@ -175,9 +178,9 @@ def test_without_a_shift_there_is_no_bias_in_the_weights():
         if isinstance(module, nn.LayerNorm):
             module.bias.data.zero_()
             module.requires_grad_(False)
-    for layer in model.vit.layers:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(layer.attention, name).bias = None
+    for layer in networks.vit_layers(model):
+        for projection in networks.projections(layer.attention)[:3]:
+            projection.bias = None
     (batch,) = inputs("vit")
     before = forward(model, batch)
     canonicalize_(model)
@@ -188,7 +191,7 @@ def test_without_a_shift_there_is_no_bias_in_the_weights():
 def test_pruned_weights_are_left_alone(name):
     """A pruned weight is computed by each forward pass; what is written into it is lost."""
     model = build("vit")
-    prune.l1_unstructured(model.vit.layers[0].mlp.fc1, name, 0.3)
+    prune.l1_unstructured(networks.feed_forward(networks.vit_layers(model)[0])[0], name, 0.3)
     (batch,) = inputs("vit")
     with torch.enable_grad():
         before = forward(model, batch)
@@ -209,19 +212,18 @@ def test_a_layer_that_is_used_twice_counts_once():
     groups = [[p.group for p in neuron_pairs(wiring_of(built(shared)))] for shared in (True, False)]
     assert [sum(g.dimension for g in found if g is not None) for found in groups] == [16, 32]
     weights = build("vit")
-    parametrizations.weight_norm(weights.vit.layers[0].mlp.fc1)
+    parametrizations.weight_norm(networks.feed_forward(networks.vit_layers(weights)[0])[0])
     for p in neuron_pairs(wiring_of(weights)):
-        assert p.group is None or "layers.0" not in p.module
+        assert p.group is None or not re.search(r"layers?\.0", p.module)
 
 
 def test_a_gain_of_zero_beside_a_computed_bias_stays():
     """The bias was written, and computed anew by the next pass: the function changed."""
     model = build("vit")
-    layer = model.vit.layers[0] if hasattr(model.vit, "layers") else model.vit.encoder.layer[0]
+    layer = networks.vit_layers(model)[0]
     with torch.no_grad():
         layer.layernorm_after.weight[2] = 0
-    mlp = getattr(layer, "mlp", None)
-    prune.random_unstructured(layer.intermediate.dense if mlp is None else mlp.fc1, "bias", amount=0.3)
+    prune.random_unstructured(networks.feed_forward(layer)[0], "bias", amount=0.3)
     (batch,) = inputs("vit")
     before = forward(model, batch)
     form = canonicalize_(model)

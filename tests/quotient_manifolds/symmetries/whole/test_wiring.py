@@ -19,6 +19,7 @@ from quotient_manifolds.symmetries.whole import (
 )  # fmt: skip
 from quotient_manifolds.symmetries.whole.kinds import symmetries_of
 from quotient_manifolds.symmetries.whole.layout import table
+from tests import networks
 from tests.whole_networks import build, forward, inputs
 
 
@@ -115,7 +116,7 @@ def test_replaced_and_shared_layers():
     assert not wiring_of(model).sites
     for name in ("bert", "vit"):
         model = build(name)
-        layers = model.bert.encoder.layer if name == "bert" else model.vit.layers
+        layers = model.bert.encoder.layer if name == "bert" else networks.vit_layers(model)
         if name == "bert":
             layers[1] = layers[0]
         else:
