@@ -111,11 +111,8 @@ def train_collection(
     numbers = shard_of(range(first, len(recipes)), shard)
     todo = [i for i in numbers if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
-    if (
-        test is not None
-        and config.is_file()
-        and json.loads(config.read_text(encoding="utf-8")).get("test") != _plain(test)
-    ):
+    written = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if test is not None and written and written.get("test") != _plain(test):
         raise ValueError(f"{config} was written for other test data; delete it, or use another folder")
     if not todo and config.is_file():
         return config
@@ -123,7 +120,8 @@ def train_collection(
     if test is not None:  # that it has another column must not be told after the training
         load_examples(test, replace(loaded, labels=names, num_classes=None))
     if not holds_texts(data.source):  # whose folders hold the names of classes
-        data, test = (choice and replace(choice, label_map=choice.label_map or names) for choice in (data, test))
+        data = replace(data, label_map=data.label_map or names)
+        test = test and replace(test, label_map=test.label_map or names)
     folder.mkdir(parents=True, exist_ok=True)
     if not config.is_file():
         write_json(config, _config(loaded, model, checkpoint, data, test, min(points, len(training.labels))))

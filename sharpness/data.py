@@ -110,7 +110,7 @@ def load_examples(choice: DataChoice, loaded: LoadedModel) -> Examples:
     raise ValueError(f"{path} is not data by its name: no folder, nor one of {' '.join(sorted(_TABLES | _TENSORS))}")
 
 
-def is_sorted(labels: Sequence[int]) -> bool:
+def is_sorted(labels: Sequence[float]) -> bool:
     """Return whether examples stand class by class, as in a folder of classes: the first ones are of one class."""
     runs = [label for label, _ in itertools.groupby(labels)]
     return 1 < len(set(runs)) == len(runs) < len(labels)

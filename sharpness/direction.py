@@ -294,8 +294,9 @@ class NetworkParts:
 
     def _of_roles(self, layer: nn.Module) -> Iterator[tuple[Tensor, str]]:
         """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
-        roles = roles_of(layer)
-        for letter, where in roles.projections.items() if roles is not None else ():
+        if (roles := roles_of(layer)) is None:
+            return
+        for letter, where in roles.projections.items():
             owners = [(where.module, where.weight)]
             owners += [(where.bias_module or where.module, where.bias)] * (letter != "o")
             for owner, attribute in owners:

@@ -68,7 +68,8 @@ class World:
 
     def alike(self, batches: Iterable[T]) -> Iterator[T]:
         """Iterate over batches, of which all processes must have the same at the same time."""
-        for index, batch in enumerate(itertools.chain(batches, [self])):
+        stream: Iterable[Any] = itertools.chain(batches, [self])
+        for index, batch in enumerate(stream):
             check_alike(self._exchange({} if batch is self else {f"batch {index}": checksum(batch)}))
             if batch is not self:
                 yield batch
@@ -128,7 +129,7 @@ def checksum(batch: Any, start: int = 0) -> int:
     elif isinstance(batch, str):
         start = zlib.crc32(batch.encode(), start)
     elif isinstance(batch, Tensor) and batch.layout == torch.strided and batch.device.type != "meta":
-        start = zlib.crc32(batch.detach().cpu().resolve_conj().flatten().view(torch.uint8).numpy(), start)
+        start = zlib.crc32(batch.detach().cpu().resolve_conj().flatten().view(torch.uint8).numpy().data, start)
     return start
 
 
