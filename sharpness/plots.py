@@ -220,7 +220,7 @@ def write_report(
     >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=[0.1, 0.2])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_report(f"{folder}/report.html", model, batch, [result])
-    ...     pathlib.Path(folder, "report.html").read_text().count("<img")
+    ...     pathlib.Path(folder, "report.html").read_text(encoding="utf-8").count("<img")
     2
     """
     shown = list[str]()

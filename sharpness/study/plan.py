@@ -203,7 +203,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     ...     pathlib.Path(place, "net.pt").touch()
     ...     entry = {"path": "*.pt", "model": "torch.nn:PReLU"}
     ...     config = {"checkpoints": [entry], "data": "train.pt", "rho": {"adaptive": [0.1, 0.5]}}
-    ...     _ = pathlib.Path(place, "sweep.json").write_text(json.dumps(config))
+    ...     _ = pathlib.Path(place, "sweep.json").write_text(json.dumps(config), encoding="utf-8")
     ...     sweep = read_config(f"{place}/sweep.json")
     >>> sweep.checkpoints[0].name, sweep.measures, sweep.rho["adaptive"]
     ('net.pt', ('geodesic-inv', 'geodesic-mix', 'adaptive'), (0.1, 0.5))

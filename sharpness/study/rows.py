@@ -164,7 +164,7 @@ def read_failures(path: str | os.PathLike[str]) -> list[str]:
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as place:
     ...     row = '{"checkpoint": "a", "kind": "fit", "error": "the file is broken"}'
-    ...     _ = pathlib.Path(place, "failed.jsonl").write_text(row)
+    ...     _ = pathlib.Path(place, "failed.jsonl").write_text(row, encoding="utf-8")
     ...     read_failures(place)
     ['a (fit): the file is broken']
     """
@@ -204,7 +204,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as place:
     ...     row = '{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}'
-    ...     _ = pathlib.Path(place, "results.jsonl").write_text(row)
+    ...     _ = pathlib.Path(place, "results.jsonl").write_text(row, encoding="utf-8")
     ...     read_results(place)
     [{'checkpoint': 'a', 'kind': 'fit', 'train_loss': 0.25}]
     """

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -227,6 +228,11 @@ def closed_pipe():
     return open(writes, "w", encoding="utf-8")
 
 
+def once(work):
+    found = []
+    return lambda *given, **options: found[0] if found else found.append(work(*given, **options)) or found[0]
+
+
 #: Standard output, with the exit code and the words of a command that prints.
 OUTPUTS = {
     "ascii": (lambda: io.TextIOWrapper(io.BytesIO(), "ascii", "surrogateescape"), 0, ""),
@@ -254,6 +260,8 @@ def test_wherever_its_output_goes_a_command_ends_in_a_line_and_loses_nothing(lin
     monkeypatch.setattr("sharpness.study.tables._RESAMPLES", 30)
     for drawing in ("sharpness.demo.draw", "sharpness.plots.write_report", "sharpness.study.plot_sweep"):
         monkeypatch.setattr(drawing, lambda *given, **_: next(p for p in given if isinstance(p, Path)).touch())
+    for name in ("quotient_manifolds.symmetries.model_distance", "sharpness.sameness.judge"):
+        monkeypatch.setattr(name, once(pkgutil.resolve_name(name)))
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     for how, (output, code, words) in OUTPUTS.items():
         before, listening = set(world.rglob("*")), signal.getsignal(signal.SIGTERM)
