@@ -192,8 +192,8 @@ def label_numbers(
         elif wordnet or all(name.isdigit() or name.upper().startswith("LABEL_") for name in known):
             if not as_many:
                 raise ValueError(
-                    f"{choice.source} has {len(names)} classes, such as {names[0]!r}, but the model {count}, which it "
-                    "does not name; say which they are with --label-map NAME=NUMBER,…"
+                    f"the number of classes is {len(names)} in {choice.source}, such as {names[0]!r}, but {count} in "
+                    "the model, which does not name them; say which they are with --label-map NAME=NUMBER,…"
                 )
             known = {name: i for i, name in enumerate(names)}
 
