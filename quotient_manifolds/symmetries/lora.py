@@ -78,8 +78,8 @@ def zero_norm(model: nn.Module) -> str:
     """Say which layer has a zero row, by whose norm DoRA divides, which gives NaN; empty if none has."""
     plain = plain_names(model)
     for path, m in model.named_modules():
-        magnitudes: Any = m.lora_magnitude_vector.items() if is_lora(m) else ()
-        for name, magnitude in magnitudes:  # parameters, or modules that have one
+        layer: Any = m
+        for name, magnitude in layer.lora_magnitude_vector.items() if is_lora(m) else ():  # which have or are weights
             if bool((getattr(magnitude, "weight", magnitude) == 0).any()):
                 return (
                     f"DoRA (adapter {name!r}) divides by the norm of a row of {plain(path)!r}, and one is 0; leave "
