@@ -80,7 +80,8 @@ class QuotientOptimizer(Optimizer):
         if unknown := options.keys() - _OPTIONS.keys():
             raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
         # Schedules that cycle a momentum would cycle betas[0] instead if both were defaults.
-        self._of_others = {k: options.pop(k) for k in ("betas", "eps") if k in options and "momentum" in options}
+        apart = options.keys() & {"betas", "eps"} if "momentum" in options else ()
+        self._of_others = {name: options.pop(name) for name in apart}
         super().__init__(params, {"weight_decay": 0.0, "max_grad_norm": None, **options})
         self.add_pairs(pairs)
 

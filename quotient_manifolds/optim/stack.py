@@ -106,9 +106,8 @@ class Stack:
                 views += of_tensors
         torch._foreach_copy_(into, views)
         norms = torch.stack([torch.linalg.vector_norm(g, dim=(1, 2)) for g in self.g])
-        self.mask = norms.any(0)  # also where one is NaN
-        if on_cpu(norms) and bool(self.mask.all()):
-            self.mask = None
+        mask = norms.any(0)  # also where one is NaN
+        self.mask = None if on_cpu(norms) and bool(mask.all()) else mask
         self.sizes = torch.linalg.vector_norm(norms, dim=1).clamp_min(LEAST_NORM)
         return True
 
