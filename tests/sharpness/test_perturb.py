@@ -418,7 +418,7 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
     interrupted(run, 0, seen)
     last = len(seen) - seen[::-1].index("missing")  # what is done for every batch ends with this method of Evidence
     assert seen[last:].count("put_back") > 50
-    assert seen[last:].count("restore") > 300
+    assert seen[last:].count("restore") > 200  # of one whole clean-up; after it the second has nothing left to do
     moment = 1
     while interrupted(run, moment):
         assert same(state(model), before), f"bytecode {moment}"
