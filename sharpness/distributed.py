@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import time
+import traceback
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,8 +145,12 @@ def check_alike(parts: Sequence[Mapping[str, int]]) -> None:
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether the communication library says that the connection to another process is lost."""
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or bool(_LOST.search(str(error))))
+    """Whether the communication library, not code that a user gave, says that another process is lost."""
+    if isinstance(error, dist.DistError):
+        return True
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    said = isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
+    return said and any(name.startswith("torch.distributed") for name in frames)
 
 
 @contextmanager
