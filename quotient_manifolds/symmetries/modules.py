@@ -89,7 +89,8 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
 def plain_class(module: nn.Module) -> type:
     """Return a module's class, as it was before FSDP2 or a parametrisation replaced it by a subclass."""
     cls = type(module)
-    return cls.__mro__[1 if parametrize.is_parametrized(module) else getattr(cls, "_orig_cls_mro_index", 0)]
+    sharded = 2 if cls.__mro__[1].__name__ == "FSDPModule" else 0  # torch 2.7 does not say
+    return cls.__mro__[1 if parametrize.is_parametrized(module) else getattr(cls, "_orig_cls_mro_index", sharded)]
 
 
 class Shared:
