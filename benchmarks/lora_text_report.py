@@ -210,7 +210,7 @@ def draw(frame: pd.DataFrame, path: Path) -> None:
             panel.set(xticks=range(len(RANKS)), xlabel="rank (learning rate tuned at rank 4)", title=title)
             panel.set_xticklabels(map(str, RANKS))
         axes[0].set_ylabel("test loss")
-        axes[0].legend()
+        axes[1].legend(loc="upper left")
 
 
 def given(description: str | None, name: str) -> tuple[list[dict[str, Any]], argparse.Namespace]:

@@ -38,7 +38,7 @@ def create_quotient_lora_optimizer(
     lr : float
         Learning rate. For ``"adam"`` begin with 3e-3, three times AdamW's best on three tasks at rank 4; for ``"muon"``
         it is the size of a step of the adapted weights in the spectral norm, for which .02 is a starting point. One
-        rate serves for all ranks and α.
+        rate served for ranks 4 to 64, and gives the same run at every α.
     optimizer : {"adam", "muon"}
         :class:`QuotientAdam` or :class:`QuotientMuon`.
     adapter_names : sequence of str, optional
