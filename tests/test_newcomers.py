@@ -190,7 +190,7 @@ def test_badges_are_true():
 
 def test_extras_are_those_of_setup():
     setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
     known = set(setup["options.extras_require"]) - {"studies", "docs", "test"}  # of the laboratory and of make
     for page in (README, ROOT / "docs" / "install.md"):
         table = page.read_text(encoding="utf-8").partition("| extra | for |")[2].partition("\n\n")[0]
@@ -211,7 +211,7 @@ def test_oldest_versions_are_those_of_setup():
 def test_a_package_index_is_given_no_dead_link():
     """The address of the repository is not known, so the long description is a text without relative links."""
     setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
     text = setup["metadata"]["long_description"]
     assert not text.startswith("file:")
     assert re.findall(r"\]\((?!https://)", text) == []

@@ -104,14 +104,14 @@ PROCESS_WIDE = {
     ("sharpness/models.py", "_silence"): {"enable_progress_bar", "set_verbosity", "disable_progress_bar"},
     # By one thread at a time, and put back: the generators of torch if a pass drew from them, PEFT's DARE, and others.
     ("quotient_manifolds/symmetries/modules.py", "preserve_model_state.save"): {"set_rng_state"},
-    ("quotient_manifolds/symmetries/modules.py", "running_copy.run"): {"fork_rng"},
+    ("quotient_manifolds/symmetries/modules.py", "drawing_again"): {"fork_rng"},
     ("quotient_manifolds/adapters/merging.py", "_seeded"): {"fork_rng", "manual_seed"},
     ("sharpness/plots.py", "figure"): {"rc_context"},
     ("sharpness/files.py", "read_table"): {"field_size_limit"},
     # When a package is imported, and in commands, to which the process belongs.
     ("quotient_manifolds/_geoopt.py", ""): {"catch_warnings", "filterwarnings"},
     ("quotient_manifolds/lora_command.py", "command"): {"formatwarning", "signal"},
-    ("sharpness/cli.py", "main"): {"catch_warnings", "simplefilter"},
+    ("sharpness/cli.py", "_run"): {"catch_warnings", "simplefilter"},
     # Functions of the user are found in the current folder.
     ("sharpness/errors.py", "called"): {"sys.path"},
     ("sharpness/study/plan.py", "places"): {"sys.path"},
@@ -148,7 +148,7 @@ def test_what_is_set_for_the_whole_process():
     """In every file of both packages, and there alone where it stands above with its reason."""
     found = {}
     for path in sorted(p for package in ("quotient_manifolds", "sharpness") for p in (ROOT / package).rglob("*.py")):
-        for where, name in process_wide(ast.parse(path.read_text())):
+        for where, name in process_wide(ast.parse(path.read_text(encoding="utf-8"))):
             found.setdefault((path.relative_to(ROOT).as_posix(), where), set()).add(name)
     assert found == PROCESS_WIDE
     for wrong in (
@@ -181,7 +181,7 @@ def test_the_conda_recipe_needs_what_the_wheel_needs():
 def test_the_wheel_has_every_package():
     """And the demo, which lies among the examples."""
     setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
     found = [path for name in ("quotient_manifolds", "sharpness") for path in (ROOT / name).rglob("__init__.py")]
     names = [".".join(path.parent.relative_to(ROOT).parts) for path in found]
     assert sorted(setup["options"]["packages"].split()) == sorted([*names, "sharpness.demo"])
@@ -215,8 +215,9 @@ def test_text_names_its_encoding():
     wrong = ["open(p)", "p.open('w')", "open(p, mode='r')", "p.read_text()", "subprocess.run(p, text=True)"]
     right = ["open(p, 'rb')", "p.open(mode='wb')", "os.open(p, 1)", "Image.open(p)", "p.read_text(encoding='utf-8')"]
     assert [call for source in wrong + right for call in unnamed(source)] == wrong
-    files = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
-    files = {path: text for path, text in files.items() if not str(path).startswith((".", "build"))}
+    own = [p for p in ROOT.iterdir() if not p.name.startswith((".", "build"))]
+    paths = [p for top in own for p in (top.rglob("*.py") if top.is_dir() else [top]) if p.suffix == ".py"]
+    files = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
     assert len(files) > 200
     opening = {path: text for path, text in files.items() if re.search(r"open\(|_text\(|text=True|TextIOW", text)}
     assert {str(path): found for path, text in opening.items() if (found := [*unnamed(text)])} == {}

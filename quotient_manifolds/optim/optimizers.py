@@ -42,8 +42,8 @@ class QuotientAdam(QuotientOptimizer):
     number per row. Both are the same for all representatives up to a rotation of the basis, which d undoes.
     A row of d has a norm of at most about √h, so through each factor a step changes the weight that the network sees, s
     times the product, by at most about :math:`η \sqrt{8n}` in the Frobenius norm, whatever the rank h and the scale s:
-    one learning rate serves ranks 4 to 64 in our study. It is of the order of AdamW's at peft's defaults, rank and alpha 8; on three tasks
-    three times AdamW's best was best.
+    one learning rate served ranks 4 to 64 in our study. It is of the order of AdamW's at peft's defaults, rank and
+    alpha 8; on three tasks three times AdamW's best was best.
 
     Parameters
     ----------

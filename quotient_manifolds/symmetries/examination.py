@@ -27,7 +27,18 @@ from ..linalg import standard_normal
 from .attention import Heads
 from .blocks import PLANES, BlockStack
 from .certificate import ROUNDING, broken, output_gradients
-from .modules import Call, Run, Wide, floats, preserve_model_state, record, running_copy, tree_map
+from .modules import (
+    Call,
+    Run,
+    Wide,
+    drawing_again,
+    eager,
+    floats,
+    preserve_model_state,
+    record,
+    running_copy,
+    tree_map,
+)
 from .pairs import FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair
 from .registry import Watch, candidates, handler_of, uncovered
 from .roles import Proposal, holds_keys, proposals
@@ -229,8 +240,7 @@ def _used_outputs(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> d
                 lambda t: t + t.abs() + 1 if t.is_floating_point() and next(numbers) == changed else t, result
             )
 
-        with ExitStack() as hooks, torch.random.fork_rng(devices), torch.no_grad():
-            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        with ExitStack() as hooks, drawing_again(devices), torch.no_grad(), eager():
             for module in modules.values():
                 hooks.callback(module.register_forward_hook(change).remove)
             return floats(run())

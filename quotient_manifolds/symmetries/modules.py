@@ -153,6 +153,15 @@ _shortcuts = Shared(_leave_shortcuts)
 eager = Shared(_run_eagerly)
 #: One thread at a time draws again what it has drawn, for torch's generators are those of all threads.
 _drawing = threading.RLock()
+
+
+@contextmanager
+def drawing_again(devices: list[int]) -> Iterator[None]:
+    """Put the generators back afterwards."""
+    with _drawing, torch.random.fork_rng(devices):
+        yield
+
+
 #: The threads that move weights, by the weights' ids.
 _movers: dict[int, int] = {}
 
@@ -384,7 +393,7 @@ def running_copy(
 
     def run(change: Callable[[Any], Any] | None = None) -> list[Tensor]:
         inputs = batch if change is None else change(batch)
-        with _drawing, torch.random.fork_rng(devices), Wide() if dtype == torch.float64 else nullcontext():
+        with drawing_again(devices), Wide() if dtype == torch.float64 else nullcontext():
             return [t.to(dtype) for t in floats(forward(twin, inputs))]
 
     with preserve_model_state(twin):
@@ -401,6 +410,10 @@ def _dequantize_4bit_(model: nn.Module) -> None:
         layer.forward = MethodType(lambda own, x, weight=weight: nn.functional.linear(x, weight, own.bias), layer)
 
 
+#: What makes tensors of numbers that are given.
+_NUMBERS = {torch.full, torch.tensor, torch.scalar_tensor, torch.arange, torch.linspace}
+
+
 class Wide(TorchFunctionMode):
     """Turn every cast to a narrower floating-point type into one to float64: ``with Wide(): model(batch)``.
 
@@ -410,6 +423,8 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return args[0].double()
+        if func in _NUMBERS and not (kwargs or {}).get("dtype") and any(type(a) is float for a in args):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # single precision may not hold them
         if len(args) > 1 or kwargs:  # attributes of tensors, which are read all the time, have one argument
             args, kwargs = tuple(_wide(a) for a in args), {k: _wide(a) for k, a in (kwargs or {}).items()}
         result = func(*args, **(kwargs or {}))

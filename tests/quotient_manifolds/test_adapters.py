@@ -510,7 +510,9 @@ def test_what_cannot_be_read_is_named(tmp_path):
     for name in ("german", "french"):
         changed(one, tmp_path / "named" / name)
     pointer = without_tensors(one, tmp_path / "pointer")
-    (pointer / "adapter_config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (pointer / "adapter_config.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", encoding="utf-8"
+    )
     broken = changed(one, tmp_path / "broken")
     (tmp_path / "broken/adapter_model.safetensors").write_bytes(b"not tensors")
     cases = {
@@ -554,9 +556,9 @@ def test_what_cannot_be_read_is_named(tmp_path):
     for option in ("peft_type", "r", "lora_alpha"):
         cases[f"adapter_config.json lacks {option}, so the scale"] = lacking = tmp_path / f"no {option}"
         changed(one, lacking)
-        config = json.loads((lacking / "adapter_config.json").read_text())
+        config = json.loads((lacking / "adapter_config.json").read_text(encoding="utf-8"))
         del config[option]
-        (lacking / "adapter_config.json").write_text(json.dumps(config))
+        (lacking / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     for message, folder in cases.items():
         with pytest.raises((ValueError, OSError), match=message):
             merge([one, folder], tmp_path / "out")
@@ -940,7 +942,8 @@ sys.argv = ["quotient-lora", "merge", {one!r}, {two!r}, "--out", {str(tmp_path /
 assert command() == 0
 assert not {{"peft", "transformers"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, encoding="utf-8")
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONWARNDEFAULTENCODING"}  # libraries name no encoding
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, encoding="utf-8", env=env)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert done.stderr == f"quotient-lora: {one} is of the model None, {two} of 'another'\n"
     peft.PeftModel.from_pretrained(Net(), str(tmp_path / "out"))  # where a warning is an error

@@ -132,7 +132,8 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     found = evaluate(spread.model(), spread.batches(), statistic="gradient norm")
     values = [b.value for b in found.batches]
     expected = (sum((v - sum(values) / 3) ** 2 for v in values) / 2 / 3) ** 0.5
-    printed = re.fullmatch(r"gradient norm (\S+) ± (\S+) \(geodesic-inv\)\n", capsys.readouterr().out)
+    form = r"gradient norm (\S+) ± (\S+), mean over 3 batches \(geodesic-inv\)\n"
+    printed = re.fullmatch(form, capsys.readouterr().out)
     assert float(printed[1]) == pytest.approx(float(found), abs=0.06 * expected)
     assert float(printed[2]) == pytest.approx(expected, rel=0.05)
 

@@ -624,7 +624,9 @@ def padded(tmp_path_factory):
     for tokenizer.padding_side in ("right", "left"):
         folders.append(tmp_path_factory.mktemp(tokenizer.padding_side))
         tokenizer.save_pretrained(folders[-1])
-        (folders[-1] / "data.tsv").write_text("text\tlabel\n" + "".join(f"{text}\t0\n" for text in texts))
+        (folders[-1] / "data.tsv").write_text(
+            "text\tlabel\n" + "".join(f"{text}\t0\n" for text in texts), encoding="utf-8"
+        )
     return (
         folders,
         tokenizer(texts, padding=True, return_tensors="pt"),
@@ -700,7 +702,7 @@ def test_inputs_are_cut_or_refused(tmp_path):
     tokenizer = wordpiece(TEXTS, 60, length=24)
     ends = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[SEP]", "[CLS]")]
     tokenizer.backend_tokenizer.post_processor = BertProcessing(*ends)
-    (tmp_path / "data.tsv").write_text("text\tlabel\na good day\t0\n")
+    (tmp_path / "data.tsv").write_text("text\tlabel\na good day\t0\n", encoding="utf-8")
     for length in (2, 3):
         batch = opened(tmp_path / "data.tsv", tokenizer=tokenizer, max_length=length).batch([0])
         assert batch["input_ids"].shape == (1, length)
@@ -713,14 +715,16 @@ def test_a_regression_on_a_table(tmp_path):
     """Its labels were refused, since they are no classes."""
     loaded, scores = language_model("number", tmp_path / "model", padding=True), [2.5, -1.0, 0.0, 4.75, 3.0, 0.125]
     table = tmp_path / "data.tsv"
-    table.write_text("text\tlabel\n" + "".join(f"{t}\t{s}\n" for t, s in zip(TEXTS, scores, strict=True)))
+    table.write_text(
+        "text\tlabel\n" + "".join(f"{t}\t{s}\n" for t, s in zip(TEXTS, scores, strict=True)), encoding="utf-8"
+    )
     (batch,) = DataChoice(str(table)).load(loaded)
     assert batch["labels"].tolist() == scores
     guess = [float(loaded.model(**loaded.tokenizer(text, return_tensors="pt")).logits) for text in TEXTS]
     expected = sum((g - s) ** 2 for g, s in zip(guess, scores, strict=True)) / len(scores)
     result = sharpness.evaluate(loaded.model, [batch], measure="adaptive", rho=0.05, steps=1, progress=False)
     assert result.batches[0].base_loss == pytest.approx(expected, rel=1e-5)  # in float32
-    table.write_text("text\tlabel\nday\tlong\n")
+    table.write_text("text\tlabel\nday\tlong\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"has the label 'long', but the model predicts a number: could not convert"):
         DataChoice(str(table)).load(loaded)
     (batch,) = DataChoice(str(table), label_map={"long": 3}).load(loaded)
@@ -771,7 +775,7 @@ def test_run_on_a_table(tmp_path, capsys):
     assert "use its own tokenizer" in capsys.readouterr().err
     wordpiece(["a", "b", "c"], 20, length=16).save_pretrained(folder)
     assert cli.main(command) == 0
-    assert " (geodesic-inv): loss " in capsys.readouterr().out
+    assert " (geodesic-inv):\n    loss " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main([*command, "--label-map", "pos=1,neg=0,pos=2"])
     assert "labels are mapped by NAME=NUMBER,…, each once" in capsys.readouterr().err

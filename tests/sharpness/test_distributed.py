@@ -27,7 +27,7 @@ def test_one_and_two_processes_give_identical_values(tmp_path):
     options = ["--measure", "geodesic-inv", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--steps", "5"]
     done = run(tmp_path, "tests.spread:model", "tests.spread:batches", *options, "--out", tmp_path / "two.json")
     assert done.codes == [0, 0], done.output
-    assert [o.count("nats at ρ = 0.1 (geodesic-inv): loss") for o in done.output] == [1, 0]  # one reports
+    assert [o.count("nats at ρ = 0.1 (geodesic-inv):\n    loss") for o in done.output] == [1, 0]  # one reports
     found = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["results"]
     torch.set_default_dtype(torch.float32)
     for two, measure in zip(found, ("geodesic-inv", "adaptive"), strict=True):
@@ -56,7 +56,7 @@ def in_a_group(tmp_path_factory):
     folder = tmp_path_factory.mktemp("group")
     done = together(2, spread.in_a_group, folder, folder=folder)
     assert not any(done.codes), done.output
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
 def test_a_model_in_ddp_is_measured_like_its_module(in_a_group):

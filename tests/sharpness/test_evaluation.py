@@ -282,10 +282,10 @@ def test_batches_in_main_memory_of_a_model_on_a_gpu():
 class Mystery(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.mix, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.head(self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)).mean(1)))
+        return self.head(self.out(F.scaled_dot_product_attention(*self.mix(x).chunk(3, -1)).mean(1)))
 
 
 class Attending(nn.Module):
@@ -378,7 +378,7 @@ def test_registered_attention_is_measured(monkeypatch):
 
     @symmetries.register_attention(Mystery)
     def mystery(module, name):
-        q, k, v = (symmetries.Projection(module.qkv, start=8 * i) for i in range(3))
+        q, k, v = (symmetries.Projection(module.mix, start=8 * i) for i in range(3))
         return symmetries.attention_pairs(
             name, symmetries.Heads(1, size=8), q=q, k=k, v=v, o=symmetries.Projection(module.out)
         )
