@@ -112,7 +112,7 @@ def train_collection(
     todo = [i for i in numbers if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
     written = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    if test is not None and written and written.get("test") != _plain(test):
+    if test is not None and written and _unnamed(written.get("test", {})) != _unnamed(_plain(test)):
         raise ValueError(f"{config} was written for other test data; delete it, or use another folder")
     if not todo and config.is_file():
         return config
@@ -300,6 +300,11 @@ def _config(
     if test is not None:
         config["test"] = _plain(test)
     return config
+
+
+def _unnamed(choice: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the numbers of classes, which follow from the training data."""
+    return {k: v for k, v in choice.items() if k != "label_map"}
 
 
 def _plain(choice: DataChoice, **more: Any) -> dict[str, Any]:

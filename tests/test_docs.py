@@ -249,7 +249,7 @@ def test_a_page_that_is_wrong_is_seen(tmp_path, world, monkeypatch, capsys):
         page = ROOT / "docs" / "wrong.md"
 
         class Page(type(page)):
-            def read_text(self, text=text):
+            def read_text(self, encoding=None, text=text):
                 return text
 
         with pytest.raises((AssertionError, ZeroDivisionError, SystemExit)):
