@@ -235,7 +235,7 @@ def once(work):
 
 #: Standard output, with the exit code and the words of a command that prints.
 OUTPUTS = {
-    "ascii": (lambda: io.TextIOWrapper(io.BytesIO(), "ascii", "surrogateescape"), 0, ""),
+    "ascii": (lambda: io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="surrogateescape"), 0, ""),
     "closed": (closed_pipe, 141, ""),
     "full": (lambda: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", encoding="utf-8"), 2, "No space left on device"),
     "interrupted": (Interrupted, 130, "interrupted"),
