@@ -21,7 +21,7 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## train a vision transformer, measure it and ten reparametrisations, draw the picture (a minute)
 	OMP_NUM_THREADS=1 $(BIN)/sharpness demo $(ARGS)
 
-test: $(VENV)/.dev  ## run the tests of the packages (five minutes on two cores); ARGS="-k name" chooses
+test: $(VENV)/.dev  ## run the tests of the packages (six minutes on two cores); ARGS="-k name" chooses
 	$(PYTEST) $(PACKAGES) $(ARGS)
 
 studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and benchmarks/
