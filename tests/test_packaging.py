@@ -105,7 +105,7 @@ PROCESS_WIDE = {
     # By one thread at a time, and put back: the generators of torch if a pass drew from them, PEFT's DARE, and others.
     ("quotient_manifolds/symmetries/modules.py", "preserve_model_state.save"): {"set_rng_state"},
     ("quotient_manifolds/symmetries/modules.py", "drawing_again"): {"fork_rng"},
-    ("quotient_manifolds/adapters/merging.py", "_seeded"): {"fork_rng", "manual_seed"},
+    ("quotient_manifolds/adapters/merging.py", "_seeded"): {"manual_seed"},
     ("sharpness/plots.py", "figure"): {"rc_context"},
     ("sharpness/files.py", "read_table"): {"field_size_limit"},
     # When a package is imported, and in commands, to which the process belongs.

@@ -26,6 +26,7 @@ except ImportError as error:
         "adapters are read by safetensors: install the extra lora, pip install '.[lora]' in the checkout"
     ) from error
 
+from ..files import naming_pointers
 from ..linalg import in_double
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -176,16 +177,13 @@ def read(place: str | os.PathLike[str]) -> Adapter:
             f"{place} is no file, and no folder with {CONFIG} and {WEIGHTS} or {PICKLE}"
             + (f"; it has the adapters {named}: name the folder of one" if named else "")
         )
-    for file in {weights, weights if single else place / CONFIG}:
-        with file.open("rb") as opened:
-            if opened.read(99).startswith(b"version https://git-lfs"):
-                raise ValueError(f"{file} is a pointer of Git LFS, not the file itself: type `git lfs pull`")
-    try:
-        shapes, metadata = _header(weights)
-        text = metadata.get(HEADER, "{}") if single else (place / CONFIG).read_text(encoding="utf-8-sig")
-        config = dict(json.loads(text, object_hook=_ordered))
-    except Exception as error:
-        raise ValueError(f"{place} cannot be read: {error}") from error
+    with naming_pointers([weights, place / CONFIG]):
+        try:
+            shapes, metadata = _header(weights)
+            text = metadata.get(HEADER, "{}") if single else (place / CONFIG).read_text(encoding="utf-8-sig")
+            config = dict(json.loads(text, object_hook=_ordered))
+        except Exception as error:
+            raise ValueError(f"{place} cannot be read: {error}") from error
     keys, layers = sorted(shapes), dict[str, dict[str, str]]()
     for key in keys:
         if found := _FACTOR.fullmatch(key):

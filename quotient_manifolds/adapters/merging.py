@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ..linalg import in_double
 from ..manifold import MANIFOLDS
+from ..symmetries.modules import drawing_again
 from .folders import CONFIG, HEADER, Adapter, module_of, new_folder, parameters, read, write_tensors
 from .products import Factors, Method, present, product_svd, signed_sum
 
@@ -27,7 +27,6 @@ Path = str | os.PathLike[str]
 _HASHES = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 #: Options that say which layers are adapted.
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-_DRAWING = threading.Lock()
 
 
 def merge(
@@ -127,8 +126,8 @@ def merge(
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Let PEFT draw from torch's generator, which is that of all threads: one merge at a time, and put it back."""
-    with _DRAWING, torch.random.fork_rng(devices=[]):
+    """Let PEFT draw from torch's generator, which is that of all threads."""
+    with drawing_again([]):
         torch.manual_seed(seed)
         yield
 

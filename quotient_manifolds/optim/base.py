@@ -102,9 +102,8 @@ class QuotientOptimizer(Optimizer):
         group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
         theirs = self._of_others
         if group["others"] != self.others:
-            theirs_alone = getattr(torch.optim, group["others"])([torch.empty(0, 0, requires_grad=True)])
-            defaults: dict[str, Any] = theirs_alone.defaults
-            theirs = {k: defaults[k] for k in ("betas", "eps", "momentum") if k in defaults}
+            other = getattr(torch.optim, group["others"])([torch.empty(0, 0, requires_grad=True)])
+            theirs = {k: other.defaults[k] for k in ("betas", "eps", "momentum") if k in other.defaults}
         check_options({**self.defaults, **theirs, **group}, self.defaults)
         super().add_param_group({**theirs, **group})
 

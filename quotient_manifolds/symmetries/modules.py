@@ -151,13 +151,13 @@ def _run_eagerly(undo: list[Callable[[], object]]) -> None:
 _shortcuts = Shared(_leave_shortcuts)
 #: Compiled code runs neither hooks nor modes.
 eager = Shared(_run_eagerly)
-#: One thread at a time draws again what it has drawn, for torch's generators are those of all threads.
+#: Held while a thread draws what it will draw again, for torch's generators are those of all threads.
 _drawing = threading.RLock()
 
 
 @contextmanager
 def drawing_again(devices: list[int]) -> Iterator[None]:
-    """Put the generators back afterwards."""
+    """Draw from torch's generators, one thread at a time, and put them back."""
     with _drawing, torch.random.fork_rng(devices):
         yield
 
@@ -423,8 +423,9 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return args[0].double()
-        if func in _NUMBERS and not (kwargs or {}).get("dtype") and any(type(a) is float for a in args):
-            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # single precision may not hold them
+        given = kwargs or {}
+        if func in _NUMBERS and not given.get("dtype") and float in map(type, (*args, *given.values())):
+            kwargs = {**given, "dtype": torch.float64}  # single precision may not hold them
         if len(args) > 1 or kwargs:  # attributes of tensors, which are read all the time, have one argument
             args, kwargs = tuple(_wide(a) for a in args), {k: _wide(a) for k, a in (kwargs or {}).items()}
         result = func(*args, **(kwargs or {}))

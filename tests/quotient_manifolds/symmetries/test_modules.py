@@ -130,6 +130,7 @@ def test_what_is_made_meanwhile_is_wide_in_this_thread_alone():
         assert {name: make().dtype for name, make in made.items()} == dict.fromkeys(made, torch.float64)
         assert torch.equal(made["quotient"](), torch.tensor([0, 0.5, 1], dtype=torch.float64))
         least = torch.finfo(torch.float64).min  # with which masks are filled
+        assert torch.full((), fill_value=least).item() == least
         assert [t.item() for t in (torch.full((), least), torch.tensor(0.1), torch.arange(0.1, 1)[0])] == [
             least,
             0.1,
