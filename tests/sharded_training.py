@@ -18,7 +18,7 @@ from quotient_manifolds.symmetries import adapter_pairs, find_symmetric_pairs
 
 from .training import X, Y, lora, loss_of, trainable
 
-STEPS = 20
+STEPS = 10
 KINDS = ("adam", "muon", "sgd")
 #: How the model is sharded and what it is, the optimiser, and the dtype.
 CASES = [
@@ -218,11 +218,11 @@ def work(folder):
     ends = {}
     for way, kind, dtype in (case for case in CASES if halves(case[0], case[2], size)):
         model, optimizer = made(way, dtype, kind, size)
-        trained(model, optimizer, way, range(10), rank, size)
+        trained(model, optimizer, way, range(STEPS // 2), rank, size)
         saved = {"model": weights(model), "optimizer": optimizer.state_dict()}
         numbers = sum(v.numel() for s in optimizer._stacks for v in s.state.values())
         if halves(way, dtype, size) == 2:
-            trained(model, optimizer, way, range(10), rank, size)
+            trained(model, optimizer, way, range(STEPS // 2), rank, size)
         ends[way, kind, dtype] = weights(model), numbers
         file = f"{folder}/{way}-{kind}-{dtype}.pt"
         if size == 2:
@@ -240,7 +240,7 @@ def work(folder):
         shard(model, way, size)
         optimizer = optimizer_of(model, way, kind)
         optimizer.load_state_dict(saved["optimizer"])
-        trained(model, optimizer, way, range(10), rank, size)
+        trained(model, optimizer, way, range(STEPS // 2), rank, size)
         ends[way, kind, dtype, "resumed"] = weights(model), 0
     ends["spoilt"] = spoilt(rank, size)
     ends["trainer"] = weights(trained_by_trainer(folder, size))
