@@ -16,8 +16,8 @@ import torch
 from _common import write
 from torch import nn
 
-from quotient_manifolds.symmetries.modules import preserve_model_state
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
+from quotient_manifolds.weights import preserve_model_state
 from sharpness.ascent import ASCENTS
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES

@@ -15,7 +15,7 @@ import _vit_cifar10
 import torch
 from _common import write
 
-from quotient_manifolds.symmetries.modules import preserve_model_state
+from quotient_manifolds.weights import preserve_model_state
 from sharpness.ascent import ASCENTS
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
 from .symmetries.blocks import masks
 from .symmetries.discovery import find_symmetric_pairs
-from .symmetries.modules import check_whole
 from .symmetries.pairs import SymmetricPair
 from .symmetries.stacks import stacks
 from .symmetries.whole import Wiring, align_models, canonical_form
+from .weights import check_whole
 
 
 @dataclass(frozen=True)

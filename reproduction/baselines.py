@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.passes import default_forward
 from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
-from quotient_manifolds.symmetries.modules import default_forward, pointing_to
+from quotient_manifolds.weights import pointing_to
 from sharpness.building import trainable
 from sharpness.losses import IGNORED, Objective, labels_of, to_float32
 

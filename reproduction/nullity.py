@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.modules import Wide, default_forward, floats
+from quotient_manifolds.passes import Wide, default_forward, floats
 
 __all__ = ["Nullity", "nullity"]
 

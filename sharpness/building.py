@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import masks
-from quotient_manifolds.symmetries.modules import check_whole, is_point, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.points import point_pairs
 from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
+from quotient_manifolds.weights import check_whole, is_point, is_sharded, plain_names
 
 from .measures import ElementwiseBlock, Measure, PairBlock
 from .points import PointBlock, WeightBlock, check_points

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quotient_manifolds.symmetries.modules import Shared
+from quotient_manifolds.passes import Shared
 
 from .measures import PairBlock
 from .points import PointBlock

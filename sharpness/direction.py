@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import in_double
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import Block
-from quotient_manifolds.symmetries.modules import check_whole, is_point, plain_names, pointing_to
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.registry import candidates, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.symmetries.whole import canonical_form
+from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to
 
 from .building import block_class, divide, named_weights
 from .errors import aligned

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_class, reshard
+from quotient_manifolds.weights import check_model, is_sharded, plain_class, reshard
 
 from .errors import RemoteError
 

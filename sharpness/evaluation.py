@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import plain_class, preserve_model_state
+from quotient_manifolds.weights import plain_class, preserve_model_state
 
 from .ascent import ASCENTS, Ascent
 from .curvature import HessianOperator

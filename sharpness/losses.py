@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from quotient_manifolds.linalg import as_count, at_least_float32
-from quotient_manifolds.symmetries.modules import default_forward, eager, floats, plain_class, tensors, tree_map
+from quotient_manifolds.passes import default_forward, eager, floats, tensors, tree_map
+from quotient_manifolds.weights import plain_class
 
 from .errors import naming
 

@@ -18,15 +18,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from quotient_manifolds.linalg import finite
+from quotient_manifolds.passes import eager, tensors, to_device
 from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
 from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
 from quotient_manifolds.symmetries.examination import examine_model
 from quotient_manifolds.symmetries.lora import zero_norm
-from quotient_manifolds.symmetries.modules import eager, plain_class, plain_names, tensors, to_device
 from quotient_manifolds.symmetries.pairs import CHANGES
 from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.symmetries.stacks import PairList
+from quotient_manifolds.weights import plain_class, plain_names
 
 from .building import named_weights, trainable
 from .distributed import check_alike, is_sharded_model, world_of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.files import naming_pointers
-from quotient_manifolds.symmetries.modules import Shared, to_device
+from quotient_manifolds.passes import Shared, to_device
 
 from .errors import PICKLED, called, how_to_install, naming, require_extra
 from .losses import IGNORED

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from quotient_manifolds.linalg import as_count
-from quotient_manifolds.symmetries.modules import is_narrow, pointing_to, preserve_model_state, to_device
+from quotient_manifolds.passes import to_device
+from quotient_manifolds.weights import is_narrow, pointing_to, preserve_model_state
 
 from .building import named_weights
 from .direction import Direction, LayerShare, LayerShares, along

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quotient_manifolds.linalg import in_double, standard_normal
 from quotient_manifolds.symmetries.blocks import real_view
-from quotient_manifolds.symmetries.modules import is_point
+from quotient_manifolds.weights import is_point
 
 from .measures import ElementwiseBlock, Measure, PairBlock, Tensors
 

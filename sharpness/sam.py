@@ -17,7 +17,7 @@ from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import real_view
 from quotient_manifolds.symmetries.certificate import Certification
-from quotient_manifolds.symmetries.modules import pointing_to
+from quotient_manifolds.weights import pointing_to
 
 from .building import build_blocks, divide, trainable, warn_of_unknown
 from .measures import Measure, PairBlock, get_measure

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.passes import floats, tree_map, widened
 from quotient_manifolds.symmetries import default_forward, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import change
-from quotient_manifolds.symmetries.modules import floats, tree_map, widened
 from quotient_manifolds.symmetries.whole import Alignment, align_models, canonical_form, independence_test
 
 from .errors import require_extra

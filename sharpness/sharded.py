@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import finite, in_double
 from quotient_manifolds.optim.sharded import exchange
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
-from quotient_manifolds.symmetries.modules import is_sharded, reshard
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.whole import State, canonical_form
+from quotient_manifolds.weights import is_sharded, reshard
 
 from .building import build_blocks, divide
 from .distributed import twin_of, world_of

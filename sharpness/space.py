@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
-from quotient_manifolds.symmetries.modules import is_narrow, pointing_to
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
+from quotient_manifolds.weights import is_narrow, pointing_to
 
 from .ascent import norm
 from .building import build_blocks, divide, trainable
@@ -240,7 +240,7 @@ class WeightSpace:
         """Let the model's parameters point to copies that :meth:`move_to` writes; this is undone even after an error.
 
         The copies are float32 at least, and so is a half-precision model of which weights move, see
-        :func:`~quotient_manifolds.symmetries.modules.pointing_to`. Yields the space itself, with the model at the base
+        :func:`~quotient_manifolds.weights.pointing_to`. Yields the space itself, with the model at the base
         point.
         """
         copies = self._copies()

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import sharpness
-from quotient_manifolds.symmetries.modules import preserve_model_state
+from quotient_manifolds.weights import preserve_model_state
 from sharpness.ascent import gram_matrix
 from sharpness.losses import Objective
 from sharpness.measuring import BatchLoss, attached_space

@@ -98,13 +98,13 @@ SETTERS = {
 #: Where that is done, with the reason.
 PROCESS_WIDE = {
     # While something in ``Shared`` is used, by any thread: torch and transformers offer no other way.
-    ("quotient_manifolds/symmetries/modules.py", "_leave_shortcuts"): {"set_fastpath_enabled", "_cache_enabled"},
-    ("quotient_manifolds/symmetries/modules.py", "_run_eagerly"): {"set_stance"},
+    ("quotient_manifolds/weights.py", "_leave_shortcuts"): {"set_fastpath_enabled", "_cache_enabled"},
+    ("quotient_manifolds/passes.py", "_run_eagerly"): {"set_stance"},
     ("sharpness/curvature.py", "_attend_plainly"): {"sdpa_kernel"},
     ("sharpness/models.py", "_silence"): {"enable_progress_bar", "set_verbosity", "disable_progress_bar"},
     # By one thread at a time, and put back: the generators of torch if a pass drew from them, PEFT's DARE, and others.
-    ("quotient_manifolds/symmetries/modules.py", "preserve_model_state.save"): {"set_rng_state"},
-    ("quotient_manifolds/symmetries/modules.py", "drawing_again"): {"fork_rng"},
+    ("quotient_manifolds/weights.py", "preserve_model_state.save"): {"set_rng_state"},
+    ("quotient_manifolds/passes.py", "drawing_again"): {"fork_rng"},
     ("quotient_manifolds/adapters/merging.py", "_seeded"): {"manual_seed"},
     ("sharpness/plots.py", "figure"): {"rc_context"},
     ("sharpness/files.py", "read_table"): {"field_size_limit"},

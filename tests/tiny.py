@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quotient_manifolds.symmetries.modules import default_forward, floats, widened
+from quotient_manifolds.passes import default_forward, floats, widened
 
 from . import networks, zoo
 

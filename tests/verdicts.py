@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import sharpness
+from quotient_manifolds.passes import Wide, default_forward, floats
 from quotient_manifolds.symmetries import (  # fmt: skip
     UnknownAttentionError,
     apply_random_symmetry_,
@@ -26,7 +27,6 @@ from quotient_manifolds.symmetries import (  # fmt: skip
     find_symmetric_pairs,
     stacks,
 )
-from quotient_manifolds.symmetries.modules import Wide, default_forward, floats
 from quotient_manifolds.symmetries.pairs import UNCERTIFIED, UNNAMED, UNREACHED
 
 from . import tiny

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries.modules import Wide
+from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries.whole import Element, Move, canonical_form
 from quotient_manifolds.symmetries.whole.align import _Form
 from quotient_manifolds.symmetries.whole.fits import permutation

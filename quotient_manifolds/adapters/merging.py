@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..linalg import in_double
 from ..manifold import MANIFOLDS
-from ..symmetries.modules import drawing_again
+from ..passes import drawing_again
 from .folders import CONFIG, HEADER, Adapter, module_of, new_folder, parameters, read, write_tensors
 from .products import Factors, Method, present, product_svd, signed_sum
 

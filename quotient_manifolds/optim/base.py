@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification, NotASymmetryError
 from ..symmetries.lora import lora_layers
-from ..symmetries.modules import is_sharded
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
+from ..weights import is_sharded
 from .metric import StepMetric, on_cpu, trace, wide
 from .pairs import Layer, alone, check_places, explain, group_of, orientation, reasons
 from .sharded import ShardedPairs, cut, full

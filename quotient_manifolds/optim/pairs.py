@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio, finite, in_double
 from ..symmetries.lora import zero_norm
-from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
+from ..weights import is_sharded, plain_names
 from .sharded import full
 from .stack import Stack
 

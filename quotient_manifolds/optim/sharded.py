@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..linalg import at_least_float32
-from ..symmetries.modules import is_sharded
+from ..weights import is_sharded
 from .metric import wide
 from .stack import Stack
 

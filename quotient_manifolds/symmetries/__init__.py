@@ -1,24 +1,27 @@
-"""Find the weights of a network that it sees only through products: from a model to its pairs (G, H)."""
+"""What a network does not see of its weights: from a model to its symmetries, a value of names and numbers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .blocks import GL, block
+from ..passes import default_forward
 from .certificate import Certificate, NotASymmetryError, certify
+from .found import Symmetries
 from .lora import adapter_pairs, lora_pairs_by_name
-from .modules import default_forward
-from .pairs import SymmetricPair, factor_pair, pair
+from .pairs import Cause, Refusal, SymmetricPair, factor_pair, pair
+from .slots import GL, Slot, slot
 from .stacks import PairStack, stacks
 
 if TYPE_CHECKING:
+    from ..compare import ModelDistance, PairDistance, model_distance
     from .attention import Heads, Projection, attention_pairs
-    from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
+    from .discovery import apply_random_symmetry_, find, verify
     from .parameters import manifold_parameters_, plain_parameters_
     from .registry import UnknownAttentionError, check_coverage, register_attention, skip
 
 
 __all__ = [
     "GL",
+    "Cause",
     "Certificate",
     "Heads",
     "ModelDistance",
@@ -26,17 +29,19 @@ __all__ = [
     "PairDistance",
     "PairStack",
     "Projection",
+    "Refusal",
+    "Slot",
     "SymmetricPair",
+    "Symmetries",
     "UnknownAttentionError",
     "adapter_pairs",
     "apply_random_symmetry_",
     "attention_pairs",
-    "block",
     "certify",
     "check_coverage",
     "default_forward",
     "factor_pair",
-    "find_symmetric_pairs",
+    "find",
     "lora_pairs_by_name",
     "manifold_parameters_",
     "model_distance",
@@ -44,6 +49,7 @@ __all__ = [
     "plain_parameters_",
     "register_attention",
     "skip",
+    "slot",
     "stacks",
     "verify",
 ]

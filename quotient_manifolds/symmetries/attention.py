@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import starmap
-from typing import Any
 
 import torch
 from torch import nn
 
-from .blocks import GL, PLANES, Block, block, outline
 from .lora import is_lora, lora_factors, lora_obstacle
-from .pairs import TIED, SymmetricPair
+from .pairs import Cause, Claim, Refusal, SymmetricPair
+from .slots import GL, PLANES, Slot, outline, slot
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Heads:
         positive.
     rotary_size : int
         Leading dimensions that RoPE rotates.
-    reason : str
-        Why nothing acts on them; empty otherwise.
+    cause, reason : Cause, str
+        Why nothing acts on them; the reason is empty, and the cause ``Cause.BROKEN``, otherwise.
     key_bias_null : bool
         The key bias adds the same number to all scores of a query, so softmax ignores it (not under RoPE).
     blocks, order
@@ -56,6 +54,7 @@ class Heads:
     size: int = 0
     group: str = "GL"
     rotary_size: int = 0
+    cause: Cause = Cause.BROKEN
     reason: str = ""
     key_bias_null: bool = True
     blocks: int = 1
@@ -68,26 +67,28 @@ class Heads:
 class Rows:
     """A matrix that is added to queries or multiplied with them: one row a head, or the same rows for all heads."""
 
-    module: nn.Module
-    attribute: str
+    root: nn.Module
+    name: str
     shared: bool
 
-    def input_blocks(self, head: int, size: int) -> tuple[Block, ...]:
+    def input_slots(self, head: int, size: int) -> tuple[Slot, ...]:
         """Return the rows of a head; none if heads have another size than the rows."""
-        rows = block(self.module, self.attribute, slice(None) if self.shared else slice(head, head + 1))
+        rows = slot(self.root, self.name, slice(None) if self.shared else slice(head, head + 1))
         return (rows,) if rows.size[1] == size else ()
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Where a query, key, value or output projection lies in its module.
+    """Where a query, key, value or output projection lies in an attention layer.
 
     Attributes
     ----------
-    module : nn.Module
-        Owner of the parameters.
+    root : nn.Module
+        The attention layer.
+    path : str
+        Name of the projection in it; empty if the layer itself owns the parameters.
     weight, bias : str
-        Names of its parameters; a bias that is missing or None is left out.
+        Names of the projection's parameters; a bias that is missing or None is left out.
     start, bias_start : int
         First head dimension of head 0 in the weight and in the bias.
     stride, per : int
@@ -96,7 +97,7 @@ class Projection:
         The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
     stacked : bool
         The weight is (heads, in, head size), or (heads, head size, out), and the bias (heads, head size).
-    bias_module : nn.Module, optional
+    bias_path : str, optional
         Owner of the bias, if it is another module; there the heads are consecutive.
     further : tuple of Projection or Rows
         Others that add to the same scores, such as those of positions: more rows of the same stack.
@@ -107,13 +108,15 @@ class Projection:
 
     >>> from torch import nn
     >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs
-    >>> qkv, out = nn.Linear(8, 3 * 8), Projection(nn.Linear(8, 8))
-    >>> q, k, v = (Projection(qkv, start=8 * i) for i in range(3))
-    >>> [pair.name for pair in attention_pairs("attention", Heads(2, size=4), q=q, k=k, v=v, o=out)]
-    ['attention qk head 0', 'attention vo head 0', 'attention qk head 1', 'attention vo head 1']
+    >>> layer = nn.ModuleDict({"qkv": nn.Linear(8, 3 * 8), "proj": nn.Linear(8, 8)})
+    >>> q, k, v = (Projection(layer, "qkv", start=8 * i) for i in range(3))
+    >>> pairs = attention_pairs(Heads(2, size=4), q=q, k=k, v=v, o=Projection(layer, "proj"))
+    >>> [(p.kind, p.head, p.G[0].name) for p in pairs[:2]]
+    [('qk', 0, 'qkv.weight'), ('vo', 0, 'qkv.weight')]
     """
 
-    module: nn.Module
+    root: nn.Module
+    path: str = ""
     weight: str = "weight"
     bias: str = "bias"
     start: int = 0
@@ -122,8 +125,17 @@ class Projection:
     per: int = 1
     conv1d: bool = False
     stacked: bool = False
-    bias_module: nn.Module | None = None
+    bias_path: str | None = None
     further: tuple[Projection | Rows, ...] = ()
+
+    @property
+    def module(self) -> nn.Module:
+        """Owner of the weight."""
+        return self.root.get_submodule(self.path)
+
+    def name(self, attribute: str, path: str | None = None) -> str:
+        """Return a parameter's name in the layer."""
+        return f"{self.path if path is None else path}.{attribute}".removeprefix(".")
 
     def dimensions(self, *, into: bool = True) -> int:
         """Return the total dimension of all heads, for a projection into head space or out of it."""
@@ -144,47 +156,52 @@ class Projection:
         first = start + group * (stride or size * self.per) + number * size
         return slice(first, first + size)
 
-    def _of_stack(self, head: int, size: int, *, into: bool) -> Block:
+    def _of_stack(self, head: int, size: int, *, into: bool) -> Slot:
         """Return a head's rows, or a part of them, where each head has its own matrix."""
-        whole = outline(self.module, self.weight)
+        name = self.name(self.weight)
+        whole = outline(self.root, name)
         number, part = divmod(head * size, whole.shape[2 if into else 1])
         dims = slice(part, part + size)
-        return Block.from_view(self.module, self.weight, whole[number][:, dims] if into else whole[number][dims].T)
+        return Slot.from_view(name, whole, whole[number][:, dims] if into else whole[number][dims].T)
 
-    def input_blocks(self, head: int, size: int) -> tuple[Block, ...]:
+    def input_slots(self, head: int, size: int) -> tuple[Slot, ...]:
         """Return a head's rows for a projection *into* head space: the weight, and whatever adds to its output."""
         dims = self._slice(head, size, self.start, self.stride)
         rows, columns = (slice(None), dims) if self.conv1d else (dims, slice(None))
         if self.stacked:
-            blocks = [self._of_stack(head, size, into=True)]
+            slots = [self._of_stack(head, size, into=True)]
         else:
-            blocks = [block(self.module, self.weight, rows, columns, transpose=not self.conv1d)]
-        for _, (owner, attribute) in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
-            blocks.append(block(owner, attribute, dims, transpose=True))
-            if getattr(owner, "bias", None) is not None:
-                blocks.append(block(owner, "bias", dims))
-        blocks += starmap(block, self.bias_rows(head, size))
-        return (*blocks, *(b for p in self.further for b in p.input_blocks(head, size)))
+            slots = [slot(self.root, self.name(self.weight), rows, columns, transpose=not self.conv1d)]
+        for _, B in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
+            slots.append(slot(self.root, self.name(B), dims, transpose=True))
+            bias = B.rpartition(".")[0] + ".bias"
+            if getattr(self.module.get_submodule(B.rpartition(".")[0]), "bias", None) is not None:
+                slots.append(slot(self.root, self.name(bias), dims))
+        slots += self.bias_rows(head, size)
+        return (*slots, *(s for p in self.further for s in p.input_slots(head, size)))
 
-    def bias_rows(self, head: int, size: int) -> list[tuple[Any, ...]]:
-        """Return where the bias, one more row, lies, as arguments of :func:`block`; empty if there is no bias."""
-        owner = self.bias_module or self.module
+    def bias_rows(self, head: int, size: int) -> list[Slot]:
+        """Return where the bias, one more row, lies; empty if there is no bias."""
+        path = self.path if self.bias_path is None else self.bias_path
+        owner = self.root.get_submodule(path)
         if getattr(owner, self.bias, None) is None:
             return []
+        name = self.name(self.bias, path)
         if self.stacked:
             number, part = divmod(head * size, getattr(owner, self.bias).shape[1])
-            return [(owner, self.bias, slice(number, number + 1), slice(part, part + size))]
+            return [slot(self.root, name, slice(number, number + 1), slice(part, part + size))]
         start = self.start if self.bias_start is None else self.bias_start
-        return [(owner, self.bias, self._slice(head, size, start, self.stride if self.bias_module is None else 0))]
+        return [slot(self.root, name, self._slice(head, size, start, self.stride if self.bias_path is None else 0))]
 
-    def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
+    def output_slots(self, head: int, size: int) -> tuple[Slot, ...]:
         """Return rows of a stack for a projection *out of* head space: the head's slice of the weight."""
         if self.stacked:
             return (self._of_stack(head, size, into=False),)
         dims = self._slice(head, size, self.start, self.stride)
         rows, columns = (dims, slice(None)) if self.conv1d else (slice(None), dims)
-        weight = block(self.module, self.weight, rows, columns, transpose=self.conv1d)
-        return (weight, *(block(*A, columns=dims) for A, _ in lora_factors(self.module)))
+        weight = slot(self.root, self.name(self.weight), rows, columns, transpose=self.conv1d)
+        adapters = (slot(self.root, self.name(A), columns=dims) for A, _ in lora_factors(self.module))
+        return (weight, *adapters)
 
     def obstacle(self, examined: bool) -> str:
         """Explain why the module is not linear in its weight (and LoRA's); empty if it is."""
@@ -198,13 +215,29 @@ class Projection:
         return lora_obstacle(self.module)
 
 
-def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Projection) -> Iterator[SymmetricPair]:
+def head_pairs(kind: str, heads: Heads, one: Projection, two: Projection) -> Iterator[Claim]:
     """Yield the pairs of one kind, head by head: on the planes that RoPE rotates, and on the other dimensions.
 
     Of values and outputs (``"vo"``) the second projection leads out of head space.
     """
-    size, turned = heads.size, heads.rotary_size if heads.group in PLANES else 0
     obstacle = one.obstacle(heads.examined) or two.obstacle(heads.examined)
+    for i in range(heads.number):
+        j = i % heads.kv_number if heads.cyclic else i * heads.kv_number // heads.number
+        if obstacle:
+            yield Refusal("", kind, heads.cause, heads.reason or obstacle, i)
+            continue
+        G = one.input_slots(j if kind == "vo" else i, heads.size)
+        H = two.output_slots(i, heads.size) if kind == "vo" else two.input_slots(j, heads.size)
+        if heads.reason or heads.cause is not Cause.BROKEN:
+            yield Refusal("", kind, heads.cause, heads.reason, i, G=G, H=H)
+            continue
+        null = tuple(two.bias_rows(j, heads.size)) if kind == "qk" and heads.key_bias_null else ()
+        yield from _parts_of(kind, heads, i, (G, H, null))
+
+
+def _parts_of(kind: str, heads: Heads, head: int, factors: Sequence[tuple[Slot, ...]]) -> Iterator[Claim]:
+    """Divide a head into the planes that RoPE rotates, and the other dimensions."""
+    size, turned = heads.size, heads.rotary_size if heads.group in PLANES else 0
     parts: list[tuple[str, GL, int, int, str | None]] = []
     if turned:
         planes = GL(turned // 2, diagonal=True, field="complex")
@@ -212,29 +245,15 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
     if turned < size:
         diagonal, positive = heads.group in ("diagonal", "positive"), heads.group == "positive"
         parts.append(("", GL(size - turned, diagonal=diagonal, positive=positive), turned, size - turned, None))
-    for i in range(heads.number):
-        j = i % heads.kv_number if heads.cyclic else i * heads.kv_number // heads.number
-        if obstacle:
-            yield SymmetricPair(name, kind, None, head=i, reason=heads.reason or obstacle)
-            continue
-        G = one.input_blocks(j if kind == "vo" else i, size)
-        H = two.output_blocks(i, size) if kind == "vo" else two.input_blocks(j, size)
-        if heads.reason:
-            yield SymmetricPair(name, kind, None, G, H, i, reason=heads.reason)
-            continue
-        null = tuple(starmap(block, two.bias_rows(j, size) if kind == "qk" and heads.key_bias_null else ()))
-        for part, group, start, count, rotary in parts:
-            if {b.key for b in G} & {b.key for b in H}:
-                yield SymmetricPair(name, kind, None, head=i, part=part, reason=TIED)
-            else:
-                factors = (G, H, () if rotary else null)
-                g, h, no_effect = (tuple(b.part(start, count, rotary) for b in blocks) for blocks in factors)
-                yield SymmetricPair(name, kind, group, g, h, i, part, null=no_effect)
+    for part, group, start, count, rotary in parts:
+        G, H, null = (tuple(s.part(start, count, rotary) for s in slots) for slots in factors)
+        if set(G).isdisjoint(H):
+            yield SymmetricPair("", kind, group, G, H, head, part, () if rotary else null)
+        else:
+            yield Refusal("", kind, Cause.TIED, head=head, part=part)
 
 
-def attention_pairs(
-    name: str, heads: Heads, *, q: Projection, k: Projection, v: Projection, o: Projection
-) -> list[SymmetricPair]:
+def attention_pairs(heads: Heads, *, q: Projection, k: Projection, v: Projection, o: Projection) -> list[Claim]:
     r"""List the Q–K and V–O pairs of a multi-head attention layer, one of each per query head.
 
     With the column convention q = x W_Q + b_q and biases as one more row: :math:`G = [W_Q; b_q^T]`,
@@ -242,8 +261,6 @@ def attention_pairs(
 
     Parameters
     ----------
-    name : str
-        Path of the module.
     heads : Heads
         Number of heads and, if it is not clear from the projections, their size; ``group``, ``rotary_size`` (RoPE) and
         ``reason`` are those of queries and keys.
@@ -252,8 +269,9 @@ def attention_pairs(
 
     Returns
     -------
-    list of SymmetricPair
-        Of kind ``"qk"`` or ``"vo"``; under RoPE the rotated dimensions form a separate pair.
+    list of SymmetricPair or Refusal
+        Of kind ``"qk"`` or ``"vo"``; under RoPE the rotated dimensions form a separate pair. Their weights have the
+        names that they have in the layer.
 
     Notes
     -----
@@ -261,17 +279,19 @@ def attention_pairs(
 
     Examples
     --------
-    Grouped queries under RoPE; :func:`find_symmetric_pairs` merges the heads that share keys:
+    Grouped queries under RoPE; :func:`find` merges the heads that share keys:
 
     >>> from torch import nn
     >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs
-    >>> q, k, v, o = (Projection(nn.Linear(*size, bias=False)) for size in [(8, 8), (8, 4), (8, 4), (8, 8)])
-    >>> pairs = attention_pairs("attention", Heads(4, 2, group="half", rotary_size=2), q=q, k=k, v=v, o=o)
-    >>> print(pairs[0].name, pairs[0].group, pairs[1].name, pairs[1].group)
-    attention qk head 0 rotary (ℂ*)^1 attention vo head 0 GL(2)
+    >>> sizes = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8)}
+    >>> layer = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+    >>> projections = {name: Projection(layer, name) for name in layer}
+    >>> pairs = attention_pairs(Heads(4, 2, group="half", rotary_size=2), **projections)
+    >>> print(pairs[0].part, pairs[0].group, pairs[1].kind, pairs[1].group)
+    rotary (ℂ*)^1 vo GL(2)
     """
     size = heads.size or getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads.number
     qk = replace(heads, size=size, kv_number=heads.kv_number or heads.number)
     vo = Heads(qk.number, qk.kv_number, size)
-    pairs = [*head_pairs(name, "qk", qk, q, k), *head_pairs(name, "vo", vo, v, o)]
+    pairs = [*head_pairs("qk", qk, q, k), *head_pairs("vo", vo, v, o)]
     return sorted(pairs, key=lambda p: p.head or 0)

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double, standard_normal
-from .blocks import random_elements, real_view
-from .modules import Run
-from .pairs import UNCERTIFIED, SymmetricPair
+from ..passes import Run
+from .pairs import Cause, SymmetricPair
+from .slots import random_elements, real_view
 from .stacks import PairStack, stacks
 
 #: Residuals up to this count as rounding of half-precision gradients, which under autocast float32 weights have too.
@@ -53,13 +53,13 @@ class NotASymmetryError(ValueError):
     There is a ReLU between the factors:
 
     >>> import torch
-    >>> from quotient_manifolds.symmetries import GL, NotASymmetryError, PairStack, block, certify, pair
+    >>> from quotient_manifolds.symmetries import GL, NotASymmetryError, PairStack, certify, pair, slot
     >>> _ = torch.manual_seed(0)
     >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
-    >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
-    >>> wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
+    >>> G = [slot(model, "0.weight", transpose=True), slot(model, "0.bias")]
+    >>> wrong, weights = pair(G, [slot(model, "2.weight")], GL(3), name="layers"), dict(model.named_parameters())
     >>> model(torch.randn(8, 5)).square().sum().backward()
-    >>> found = certify([PairStack([wrong])], {p: p.grad for p in model.parameters()})
+    >>> found = certify([PairStack([wrong])], weights, {name: p.grad for name, p in weights.items()})
     >>> try:
     ...     found.check()
     ... except NotASymmetryError as error:
@@ -104,10 +104,11 @@ class Certificate:
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.symmetries import certify, find_symmetric_pairs, stacks
+    >>> from quotient_manifolds.symmetries import certify, find, stacks
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> layer(torch.randn(2, 3, 8)).square()[..., 0].sum().backward()
-    >>> print(certify(stacks(find_symmetric_pairs(layer)), {p: p.grad for p in layer.parameters()}))
+    >>> weights = dict(layer.named_parameters())
+    >>> print(certify(stacks(find(layer).pairs, weights), weights, {name: p.grad for name, p in weights.items()}))
     4 pairs certified, largest residual ... (rounding is up to 1e-01)
     """
 
@@ -146,7 +147,7 @@ class Certificate:
         of = "kinds" if any(isinstance(p, str) for p in self.changes) else "pairs"
         lines = [f"{sound} {of} certified, largest residual {worst:.1e} (rounding is up to {self.tolerance:.0e})"]
         wrong = [(p, f"residual {self.residuals[p]:.1e}") for p in by_gradient]
-        lines += [f"{UNCERTIFIED}: {p.name}" for p in self.unreached]
+        lines += [f"{Cause.UNCERTIFIED.value}: {p.name}" for p in self.unreached]
         if self.changes:
             what = f"{len(self.changes)} {of} moved, largest relative change of an output"
             lines.append(f"{what} {max(self.changes.values()):.1e} (rounding is up to {self.changes_tolerance:.0e})")
@@ -160,29 +161,27 @@ PROBES = 8
 
 
 @torch.no_grad()
-def orbit_residuals(
-    stack: PairStack, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None
-) -> Tensor:
+def orbit_residuals(stack: PairStack, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
     r"""Return ‖ΩCᴴ‖ relative to its larger term, of every pair of a stack; NaN for 0/0.
 
     Ω is the identity up to h = 8, else Gaussian of shape (8, h): ΩCᴴ costs h/8 times less than C; with the few rows on
     the left the products are two to six times faster than with few columns on the right. For a diagonal group C is one
     number per column.
     """
-    like = stack.group.to_point(real_view(stack.pairs[0].G[0].tensor).new_empty(1, 0, *stack.group.columns))
+    first = real_view(weights[stack.runs[0].slot.name])
+    like = stack.group.to_point(first.new_empty(1, 0, *stack.group.columns))
     wide, h = at_least_float32(like.dtype), like.shape[-1]
-    for p in stack.parameters():
-        wide = torch.promote_types(wide, gradients.get(p, like).dtype)
+    for name in stack.names:
+        wide = torch.promote_types(wide, gradients.get(name, like).dtype)
     probe = torch.eye(h, dtype=wide, device=like.device)
     if h > PROBES:
         real = torch.empty(0, dtype=torch.float64, device="cpu")
         probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
     one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
     for run in stack.runs:
-        p = run.block.tensor
-        if p in gradients:
-            both = (weights or {}).get(p, p), gradients[p]
-            x, slope = (stack.group.to_point(run.block.of(t.contiguous())).to(wide) for t in both)
+        if run.slot.name in gradients:
+            both = (run.slot.read(weights), run.slot.read(gradients))
+            x, slope = (stack.group.to_point(rows).to(wide) for rows in both)
             if run.rows.start < stack.n:
                 one[run.points] += (probe @ slope.mH) @ x
             else:
@@ -193,24 +192,23 @@ def orbit_residuals(
 
 def certify(
     found: Iterable[PairStack],
-    gradients: Mapping[Tensor, Tensor],
+    weights: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
     *,
     tolerance: float = HALF_PRECISION,
-    weights: Mapping[Tensor, Tensor] | None = None,
 ) -> Certificate:
     """Check with the gradient of a loss whether assumed symmetries of the weights hold.
 
     Parameters
     ----------
     found : iterable of PairStack
-        Pairs at the weights where the gradient was taken.
-    gradients : mapping of Tensor to Tensor
-        Gradients by parameter, of any scale; those absent count as zero.
+    weights : mapping of str to Tensor
+        Where the gradient was taken, by name.
+    gradients : mapping of str to Tensor
+        Of any scale; those absent count as zero.
     tolerance : float
         Residuals up to this count as rounding. The default is for half precision, because a float32 gradient does not
         show whether half precision was used; 1e-4 is enough for one that was computed in float32.
-    weights : mapping of Tensor to Tensor, optional
-        Read instead of the parameters, by parameter, where these are sharded.
 
     Returns
     -------
@@ -219,32 +217,32 @@ def certify(
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.symmetries import certify, find_symmetric_pairs, stacks
+    >>> from quotient_manifolds.symmetries import certify, find, stacks
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-    >>> x = torch.randn(2, 3, 8)
+    >>> x, weights = torch.randn(2, 3, 8), dict(layer.named_parameters())
     >>> layer(x, x, x)[0].square()[..., 0].sum().backward()
-    >>> pairs = stacks(find_symmetric_pairs(layer))
-    >>> certify(pairs, {p: p.grad for p in layer.parameters()}, tolerance=1e-4).failures
+    >>> gradients = {name: p.grad for name, p in weights.items()}
+    >>> certify(stacks(find(layer).pairs, weights), weights, gradients, tolerance=1e-4).failures
     ()
     """
     all_residuals = [
-        pr for s in found for pr in zip(s.pairs, orbit_residuals(s, gradients, weights).tolist(), strict=True)
+        pr for s in found for pr in zip(s.pairs, orbit_residuals(s, weights, gradients).tolist(), strict=True)
     ]
     unreached = tuple(p for p, r in all_residuals if math.isnan(r))
     return Certificate({p: r for p, r in all_residuals if not math.isnan(r)}, unreached, tolerance)
 
 
 @torch.enable_grad()
-def output_gradients(run: Run, parameters: Sequence[Tensor], generator: torch.Generator) -> dict[Tensor, Tensor]:
-    """Return the gradients, by parameter, of a random linear function of outputs; ``.grad`` holds them afterwards."""
-    for p in parameters:
+def output_gradients(run: Run, weights: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Return the gradients, by name, of a random linear function of outputs; ``.grad`` holds them afterwards."""
+    for p in weights.values():
         p.requires_grad_()
         p.grad = None
     outputs = [t for t in run() if t.requires_grad]
     draws = [standard_normal(tuple(t.shape), t, generator) for t in outputs]
     for t, draw in zip(outputs, draws, strict=True):  # a model may keep a part of the graph that it has made once
         (t * draw).sum().backward(retain_graph=True)
-    return {p: p.grad for p in parameters if p.grad is not None}
+    return {name: p.grad for name, p in weights.items() if p.grad is not None}
 
 
 def maximum(numbers: Iterable[float]) -> float:
@@ -260,11 +258,11 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
 
 
 @torch.no_grad()
-def move_(found: Iterable[PairStack], condition: float, seed: int) -> None:
+def move_stacks_(found: Iterable[PairStack], weights: Mapping[str, Tensor], condition: float, seed: int) -> None:
     """Move pairs from their balanced representatives along their orbits, by random elements of the groups."""
     generator = torch.Generator().manual_seed(seed)
     for s in found:
-        x = in_double(s.gather())
+        x = in_double(s.gather(weights))
         A = random_elements(x, condition, generator)
         A = A.abs() if s.group.positive else A
         manifold = s.manifold()
@@ -277,7 +275,7 @@ def move_(found: Iterable[PairStack], condition: float, seed: int) -> None:
             # Real numbers: one of every pair changes its sign, which a balanced representative may have done already.
             same = (A * (balanced * x).sum(-2, keepdim=True)).flatten(1).gt(0).all(1)
             A = torch.where(same.reshape(-1, *[1] * (A.dim() - 1)), -A, A)
-        s.scatter_(manifold.act(balanced, A))
+        s.scatter_(manifold.act(balanced, A), weights)
 
 
 @contextmanager
@@ -292,16 +290,20 @@ def preserve_values(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def moved(pairs: Sequence[SymmetricPair], condition: float = CONDITION, seed: int = 0) -> Iterator[None]:
+def moved(
+    pairs: Sequence[SymmetricPair], weights: Mapping[str, Tensor], condition: float = CONDITION, seed: int = 0
+) -> Iterator[None]:
     """Move pairs along their orbits for the time of a ``with``."""
-    found = stacks(pairs)
-    with preserve_values(p for s in found for p in s.parameters()):
-        move_(found, condition, seed)
+    found = stacks(pairs, weights)
+    with preserve_values(weights[name] for name in dict.fromkeys(name for s in found for name in s.names)):
+        move_stacks_(found, weights, condition, seed)
         yield
 
 
 @torch.no_grad()
-def broken(pairs: Iterable[SymmetricPair], run: Run, tolerance: float = ROUNDING) -> list[SymmetricPair]:
+def broken(
+    pairs: Iterable[SymmetricPair], weights: Mapping[str, Tensor], run: Run, tolerance: float = ROUNDING
+) -> list[SymmetricPair]:
     """Find the layers of which moves change the outputs of ``run``; the weights are as before afterwards.
 
     All pairs are moved together, and halved as long as an output changes by more than rounding. What has passed stays
@@ -317,7 +319,7 @@ def broken(pairs: Iterable[SymmetricPair], run: Run, tolerance: float = ROUNDING
     def failing(some: list[list[SymmetricPair]], passed: ExitStack) -> list[SymmetricPair]:
         moving = [p for layer in some for p in layer]
         with ExitStack() as stack:
-            stack.enter_context(moved(moving))
+            stack.enter_context(moved(moving, weights))
             if change(before, run()) <= tolerance:
                 passed.push(stack.pop_all())
                 return []
@@ -341,11 +343,9 @@ class Certification:
         self._stacks = list(found)
         self.open = {p for s in self._stacks for p in s.pairs}
 
-    def see(
-        self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor] | None = None, **options: Any
-    ) -> Certificate:
+    def see(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], **options: Any) -> Certificate:
         """Check the pairs that are not certified yet with new gradients; options are those of :func:`certify`."""
         self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
-        found = certify(self._stacks, gradients, weights=weights, **options)
+        found = certify(self._stacks, weights, gradients, **options)
         self.open &= set(found.unreached)
         return found

@@ -1,9 +1,9 @@
-"""From a model to its pairs: what handlers and examinations claim, and what the outputs of the model say of it."""
+"""From a model to its symmetries: what handlers and examinations claim, and what the outputs of the model say of it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,42 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved, output_gradients
+from ..passes import Forward, Run, Wide, default_forward
+from ..weights import check_model, check_whole, is_point, running_copy, weights_of
+from .certificate import ROUNDING, Certificate, broken, certify, change, move_stacks_, moved, output_gradients
 from .examination import examine_model
+from .found import Symmetries
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .modules import Forward, Run, Wide, check_model, check_whole, default_forward, is_point, plain_names, running_copy
-from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
+from .pairs import Cause, Claim, SymmetricPair, refused
+from .placing import placing, settled
 from .points import point_pairs
 from .registry import handler_of
-from .stacks import PairList, stacks, without_sharing
+from .stacks import stacks
 
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
-def find_symmetric_pairs(
-    model: nn.Module,
-    *,
-    extra: Sequence[SymmetricPair] = (),
-    key_bias: str = "keep",
-    include_frozen: bool = False,
-    batch: Any = None,
-    forward: Forward = default_forward,
-) -> PairList:
+def find(model: nn.Module, batch: Any = None, *, forward: Forward = default_forward) -> Symmetries:
     """Find the continuous symmetries of a model's attention and LoRA weights.
+
+    Whether weights are trained does not matter: ``find(model).restricted(names)`` is what is left where only some move.
 
     Parameters
     ----------
     model : nn.Module
         Any model; it is left unchanged. Without a batch, modules of unknown classes are ignored (``sharpness.evaluate``
         refuses models in which such a module computes attention).
-    extra : sequence of SymmetricPair
-        Pairs of your own.
-    key_bias : {"keep", "drop"}
-        The key bias adds one number to all scores of a query, which softmax ignores: it is a null direction. ``"keep"``
-        leaves it in H as one more row, as in the paper; moving it then has a length, and sharpness depends on its
-        value. ``"drop"`` divides it out too. (Under RoPE it is not a null direction, and is kept.)
-    include_frozen : bool
-        Keep the group of pairs with parameters that are not trainable.
     batch : object, optional
         A batch for ``forward``. Attention modules of unknown classes are then examined one by one, each alone and in
         float64, on the inputs that they get from this batch; and everything that is found has to leave the outputs of a
@@ -56,117 +45,75 @@ def find_symmetric_pairs(
 
     Returns
     -------
-    PairList
+    Symmetries
         A Q–K and a V–O pair for each head and one pair for each LoRA adapter, in the order of the modules, and one for
-        each point of a quotient among the parameters. Pairs without a symmetry or with frozen parameters have
-        ``group=None`` and a ``reason``. ``print`` groups them by layer.
-
-    Raises
-    ------
-    ValueError
-        A pair of ``extra`` overlaps another pair, or ``key_bias`` has another value.
+        each point of a quotient among the parameters; and what has no symmetry, with the cause. ``print`` groups them
+        by layer.
 
     Notes
     -----
-    Paper, §4.2 and App. C. Pairs that share a block (grouped queries, shared layers) are merged into one.
+    Paper, §4.2 and App. C. Pairs that share a slot (grouped queries, shared layers) are merged into one.
 
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
+    >>> from quotient_manifolds.symmetries import find
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> print(find_symmetric_pairs(layer))
+    >>> print(find(layer))
     self_attn qk    2 × GL(4), 9+9 rows
     self_attn vo    2 × GL(4), 9+8 rows
-    >>> sum(p.group.dimension for p in find_symmetric_pairs(layer))
+    >>> find(layer).dimension
     64
     """
-    if batch is not None:
-        check_whole(model)
-    run = None if batch is None else functools.partial(forward, model, batch)
-    found = _claimed(model, extra, run, key_bias, include_frozen)
-    return found if batch is None else _certified(model, found, batch, forward)
+    if batch is None:
+        return _claimed(model, None)
+    check_whole(model)
+    found = _claimed(model, functools.partial(forward, model, batch))
+    return _certified(model, found, batch, forward)
 
 
-def _claimed(
-    model: nn.Module, extra: Sequence[SymmetricPair], run: Run | None, key_bias: str, include_frozen: bool
-) -> PairList:
+def _claimed(model: nn.Module, run: Run | None) -> Symmetries:
     """List what handlers and examinations claim, before the outputs of the whole model decide."""
-    if key_bias not in ("keep", "drop"):
-        raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
     check_model(model)
-    extra, plain = check_pairs(extra), plain_names(model)
-    given = {b.module for p in extra for b in p.G + p.H}
+    placed = placing(model)
     examined = {} if run is None else examine_model(model, run)
-    found: list[SymmetricPair] = []
+    found: list[Claim] = []
     for path, module in model.named_modules():
         handler = handler_of(module)
-        found += [] if handler is None else handler(module, plain(path))
-        found += lora_pairs(module, plain(path)) if is_lora(module) else []
-        for p in examined.get(path, ()):
-            if p.reason != UNNAMED or given.isdisjoint(module.modules()):  # else a pair of the user describes it
-                found.append(replace(p, module=plain(path)))
-    _check_extra(extra, found)
-    whole = merged([*found, *extra])
-    if key_bias == "drop":
-        whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
+        claims = [] if handler is None else list(handler(module))
+        claims += lora_pairs(module) if is_lora(module) else []
+        found += placed([*claims, *examined.get(path, ())], path)
+    found = settled(found, model)
     if prefix_tuned(model):
-        whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
-    found = without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole])))
-    if any(map(is_point, model.parameters())):
-        points = {p.name: p for p in point_pairs(model, include_frozen)}  # of which some hold the weights of modules
-        computed = {p.module for p in points.values() if p.kind != "point"}
-        found = [p for p in found if p.group is not None or p.name in points or p.module not in computed]
-        found = [points.pop(p.name, p) for p in found] + list(points.values())
-    return PairList(replace(p, model=model) for p in found)
+        found = [p if p.kind == "lora" else refused(p, Cause.BROKEN, _PREFIXED) for p in found]
+    return Symmetries.of_claims(_with_points(model, found))
+
+
+def _with_points(model: nn.Module, claims: list[Claim]) -> list[Claim]:
+    """Put the points that hold weights in the place of the pairs of these weights, and add all others."""
+    if not any(map(is_point, model.parameters())):
+        return claims
+    points = {p.name: p for p in point_pairs(model)}
+    computed = {p.module for p in points.values() if p.kind != "point"}
+    kept = [p for p in claims if isinstance(p, SymmetricPair) or p.name in points or p.module not in computed]
+    return [points.pop(p.name, p) for p in kept] + list(points.values())
 
 
 @torch.no_grad()
-def _certified(model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Forward) -> PairList:
+def _certified(model: nn.Module, found: Symmetries, batch: Any, forward: Forward) -> Symmetries:
     """Refuse the pairs of which moves change the outputs of a model."""
-    used = [p for p in pairs if p.group is not None]
-    names = {p.name for p in used}
+    wrong: Callable[[SymmetricPair], bool] = lambda _: True  # noqa: E731
     for dtype, tolerance in ((torch.float64, ROUNDING), (torch.float32, 1e-2)):  # some kernels exist in float32 alone
         try:
             with running_copy(model, batch, forward, dtype) as (twin, run):
-                names, reason = {p.name for p in broken(in_copy(used, model, twin), run, tolerance)}, CHANGES
+                names = {p.name for p in broken(found.of_full_rank().pairs, weights_of(twin), run, tolerance)}
+                wrong, cause, why = (lambda p: p.name in names), Cause.CHANGES, ""  # noqa: B023
             break
         except Exception as error:  # whatever third-party code raises
-            reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
-    return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
-
-
-def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
-    """Leave out pairs so that no number belongs to two: LoRA's factors are also rows of attention pairs.
-
-    They belong to attention pairs that are trainable as a whole; otherwise they are pairs of their own.
-    """
-    used = [p for p in pairs if p.group is not None]
-    adapters = {t for p in used if p.kind == "lora" for t in p.parameters()}
-    whole = [p for p in used if p.kind != "lora" and all(t.requires_grad for t in p.parameters())]
-    trained = {t for p in whole for t in p.parameters()}
-    for p in pairs:
-        tensors = set(p.parameters()) if p.group is not None else set()
-        if p.kind == "lora" and tensors & trained:
-            yield refused(p, "its factors belong to the attention pairs of the trainable base weights")
-        elif p.kind != "lora" and tensors & adapters and not tensors <= trained:
-            yield refused(p, "its base weights are frozen, and its adapters are pairs of their own", frozen=True)
-        else:
-            yield p
-
-
-def _check_extra(extra: Sequence[SymmetricPair], found: Sequence[SymmetricPair]) -> None:
-    """Refuse pairs of a user that share their name or a block with others."""
-    taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
-    names = {p.name for p in found}
-    for p in extra:
-        if p.name in names:
-            raise ValueError(f"two pairs are called {p.name!r}; give each of yours another name: pair(…, name=…)")
-        names.add(p.name)
-        for b in p.G + p.H:
-            if b.key in taken:
-                raise ValueError(f"pair {p.name!r} uses a block that already belongs to pair {taken[b.key]!r}")
-        taken.update({b.key: p.name for b in p.G + p.H})
+            cause = Cause.FAILED
+            why = f"in the whole model: {type(error).__name__}: {error}".splitlines()[0]
+    out = tuple(refused(p, cause, why) for p in found.pairs if wrong(p))
+    return Symmetries(tuple(p for p in found.pairs if not wrong(p)), (*found.refused, *out))
 
 
 @torch.no_grad()
@@ -188,7 +135,7 @@ def apply_random_symmetry_(
     seed : int
         Seed of the group elements.
     pairs : iterable of SymmetricPair, optional
-        The pairs to move; by default all that :func:`find_symmetric_pairs` finds.
+        The pairs to move; by default all that :func:`find` finds.
 
     Returns
     -------
@@ -215,8 +162,9 @@ def apply_random_symmetry_(
     if not isinstance(condition, (int, float)) or not 1 <= condition < float("inf"):
         raise ValueError(f"a condition number is at least 1, got {condition!r}")
     check_whole(model)
-    found = stacks(find_symmetric_pairs(model) if pairs is None else pairs)
-    move_(found, condition, seed)
+    weights = weights_of(model)
+    found = stacks(find(model).of_full_rank().pairs if pairs is None else pairs, weights)
+    move_stacks_(found, weights, condition, seed)
     return sum(map(len, found))
 
 
@@ -225,16 +173,16 @@ def apply_random_symmetry_(
 def verify(
     model: nn.Module,
     batch: Any,
-    seed: int = 0,
+    symmetries: Symmetries | None = None,
     *,
+    seed: int = 0,
     moves: bool = True,
     forward: Forward = default_forward,
-    extra: Sequence[SymmetricPair] = (),
 ) -> Certificate:
     """Certify every pair by one backward pass, then act on it with a random group element and compare the outputs.
 
     It is done on a float64 copy of the model in evaluation mode, which casts nothing to single precision, and starts at
-    the balanced representative of every pair. Attention of unknown classes is examined first.
+    the balanced representative of every pair.
 
     Parameters
     ----------
@@ -242,14 +190,14 @@ def verify(
         The model; it is left unchanged.
     batch : object
         A small batch for ``forward``. Floating-point tensors are widened to float64.
+    symmetries : Symmetries, optional
+        By default what handlers know, and what an examination of attention of unknown classes finds on this batch.
     seed : int
         Seed of the group elements, of condition number 10.
     moves : bool
         Whether to act on the pairs too, at one forward pass each.
     forward : callable
         ``forward(model, batch)`` → outputs; by default as for :func:`sharpness.evaluate`, without its loss.
-    extra : sequence of SymmetricPair
-        Pairs of your own, as for :func:`find_symmetric_pairs`.
 
     Returns
     -------
@@ -259,12 +207,12 @@ def verify(
     Raises
     ------
     ValueError
-        The model returns no floating-point tensor, or a pair of your own belongs to another model.
+        The model returns no floating-point tensor, or has not the weights of a pair.
 
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.symmetries import verify
+    >>> from quotient_manifolds.symmetries import find, verify
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> print(verify(layer, torch.linspace(-1, 1, 24).reshape(1, 3, 8)))
     4 pairs certified, largest residual ...e-1... (rounding is up to 1e-08)
@@ -272,32 +220,40 @@ def verify(
 
     A pair that is no symmetry, for there is a ReLU between its factors:
 
-    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> from quotient_manifolds.symmetries import GL, pair, slot
     >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
-    >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
-    >>> wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
-    >>> [p.name for p in verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong]).failures]
+    >>> G = [slot(model, "0.weight", transpose=True), slot(model, "0.bias")]
+    >>> wrong = pair(G, [slot(model, "2.weight")], GL(3), name="layers")
+    >>> certificate = verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), find(model).adding(wrong))
+    >>> [p.name for p in certificate.failures]
     ['layers']
     """
     check_whole(model)
-    extra = check_pairs(extra)
     with running_copy(model, batch, forward) as (twin, run):
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
         if not any(t.isfinite().any() for t in before):
             raise ValueError(f"all outputs of {type(model).__name__} are NaN or infinite, which certifies nothing")
-        claimed = _claimed(twin, in_copy(extra, model, twin), run, "keep", include_frozen=False)
-        pairs = [p for p in claimed if p.group is not None]
-        found = stacks(pairs)
-        gradients: dict[Tensor, Tensor] = {}
+        symmetries = _claimed(twin, run) if symmetries is None else symmetries
+        pairs, weights = symmetries.of_full_rank().pairs, weights_of(twin)
+        check_names(pairs, weights, type(model).__name__)
+        found = stacks(pairs, weights)
+        gradients: dict[str, Tensor] = {}
         with suppress(RuntimeError), Wide():  # outputs that cannot be differentiated certify nothing; moves decide
-            parameters = [p for s in found for p in s.parameters()]
+            moving = {name: weights[name] for s in found for name in s.names}
             generator = torch.Generator().manual_seed(seed)
-            gradients = output_gradients(lambda: [t[t.isfinite()] for t in run()], parameters, generator)
-        certificate = certify(found, gradients, tolerance=1e-8)
+            gradients = output_gradients(lambda: [t[t.isfinite()] for t in run()], moving, generator)
+        certificate = certify(found, weights, gradients, tolerance=1e-8)
         changes = {}
         for p in pairs if moves else ():
-            with moved([p], 10.0, seed):
+            with moved([p], weights, 10.0, seed):
                 changes[p] = change(before, run())
     return replace(certificate, changes=changes)
+
+
+def check_names(pairs: Iterable[SymmetricPair], weights: Collection[str], model: str) -> None:
+    """Raise for a pair with weights that a model has not."""
+    for p in pairs:
+        if lost := next((name for name in p.names if name not in weights), None):
+            raise ValueError(f"the pair {p.name!r} belongs to another model: {model} has no weight {lost!r}")

@@ -24,31 +24,20 @@ import torch
 from torch import Tensor, nn
 
 from ..linalg import standard_normal
+from ..passes import Call, Run, Wide, drawing_again, eager, floats, record, tree_map
+from ..weights import preserve_model_state, running_copy, weights_of
 from .attention import Heads
-from .blocks import PLANES, BlockStack
 from .certificate import ROUNDING, broken, output_gradients
-from .modules import (
-    Call,
-    Run,
-    Wide,
-    drawing_again,
-    eager,
-    floats,
-    preserve_model_state,
-    record,
-    running_copy,
-    tree_map,
-)
-from .pairs import FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair
+from .pairs import Cause, Claim, Refusal, SymmetricPair, merged, no_pair, pairs_of
+from .placing import placing
 from .registry import Watch, candidates, handler_of, uncovered
 from .roles import Proposal, holds_keys, proposals
+from .slots import PLANES, SlotStack
 from .stacks import stacks
 
 _NONE = "no symmetry was found that has a quotient"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
-#: A module and its pairs.
-Examined = tuple[nn.Module, list[SymmetricPair]]
 #: Inputs with entries beyond this are masks.
 _MASKED = 1e4
 #: Number of cotangents (and randomly shifted inputs) with which a hypothesis is tested.
@@ -81,12 +70,15 @@ def _groups(heads: Heads, one: Tensor, two: Tensor) -> Iterator[tuple[int, Heads
         yield h, replace(heads, group="diagonal")
 
 
-def moments(pairs: Sequence[SymmetricPair], samples: Sequence[dict[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def moments(
+    pairs: Sequence[SymmetricPair], weights: Mapping[str, Tensor], samples: Sequence[dict[str, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Return Gᵀ∇_G and (Hᵀ∇_H)ᵀ of pairs of one shape, (samples, pairs, h, h)."""
-    (stack,) = stacks(pairs)
+    (stack,) = stacks(pairs, weights)
     with torch.no_grad():
-        G, H = stack.gather().split([stack.n, stack.m], dim=1)
-        gradients = torch.stack([stack.gather(s) for s in samples]).split([stack.n, stack.m], dim=2)
+        x = stack.gather(weights)
+        G, H = x.split([stack.n, stack.m], dim=1)
+        gradients = torch.stack([stack.gather(s, x) for s in samples]).split([stack.n, stack.m], dim=2)
         return G.mT @ gradients[0], (H.mT @ gradients[1]).mT
 
 
@@ -97,13 +89,13 @@ class Examination:
     """
 
     def __init__(self, twin: nn.Module, run: Run) -> None:
-        self.twin, self.run = twin, run
+        self.twin, self.run, self.weights, self._placed = twin, run, weights_of(twin), placing(twin)
 
-    def sample(self, count: int = SAMPLES) -> Iterator[dict[Tensor, Tensor]]:
+    def sample(self, count: int = SAMPLES) -> Iterator[dict[str, Tensor]]:
         """Iterate over gradients of random cotangents at shifted inputs."""
         generator = torch.Generator().manual_seed(0)
-        weights = [p for p in self.twin.parameters() if p.is_floating_point()]
-        widths = {size for p in weights if p.dim() > 1 for size in p.shape[:2]}
+        weights = {name: p for name, p in self.weights.items() if p.is_floating_point()}
+        widths = {size for p in weights.values() if p.dim() > 1 for size in p.shape[:2]}
         for _ in range(count):
             shift = partial(_shifted, widths=widths, generator=generator)
             gradients = output_gradients(partial(self.run, shift), weights, generator)
@@ -114,61 +106,68 @@ class Examination:
             yield gradients
 
     @cached_property
-    def samples(self) -> list[dict[Tensor, Tensor]]:
+    def samples(self) -> list[dict[str, Tensor]]:
         """What most hypotheses are tested with; for a module that is refused nothing runs."""
         return list(self.sample())
 
     def _idle(self, module: nn.Module) -> bool:
         """Return whether no output depends on a module."""
-        weights = [p for p in module.parameters() if p.is_floating_point()]
-        return bool(weights) and not any(p in s and bool(s[p].any()) for s in self.samples for p in weights)
+        own = set(map(id, module.parameters()))
+        names = [name for name, p in self.weights.items() if id(p) in own and p.is_floating_point()]
+        return bool(names) and not any(name in s and bool(s[name].any()) for s in self.samples for name in names)
 
-    def keeps(self, pairs: Iterable[SymmetricPair]) -> bool:
+    def keeps(self, claims: Iterable[Claim]) -> bool:
         """Return whether moves along the pairs of the twin leave its outputs unchanged."""
-        return not broken([p for p in merged(pairs) if p.group and not p.thin], self.run)
+        return not broken([p for p in pairs_of(merged(claims)) if not p.thin], self.weights, self.run)
 
     def heads(self) -> Iterator[tuple[Proposal, Heads]]:
         """Yield what is proposed with the heads that gradients choose and a move confirms."""
         size = 0
         for proposal in proposals(self.twin, self._idle):
             heads = self._largest(proposal, size)
-            null = self._key_bias_is_null(merged(proposal.pairs(heads)))
+            null = self._key_bias_is_null(pairs_of(merged(self._placed(proposal.pairs(heads), ""))))
             yield proposal, (heads := self._confirmed(proposal, replace(heads, key_bias_null=null)))
             size = heads.size
 
-    def pairs(self) -> list[SymmetricPair]:
+    def claims(self) -> list[Claim]:
         """List the pairs of these heads, queries and keys first."""
-        chosen = [p for proposal, heads in reversed(list(self.heads())) for p in proposal.pairs(heads)]
+        chosen = [
+            p for proposal, heads in reversed(list(self.heads())) for p in self._placed(proposal.pairs(heads), "")
+        ]
         return sorted(chosen, key=lambda p: p.head or 0)
 
     def _largest(self, proposal: Proposal, size: int) -> Heads:
         """Find where heads lie and what acts on them: the largest group; in doubt of a size that others have."""
         none, options = Heads(1, 1, 1, reason=_NONE), []
         for heads in proposal.heads:
-            pairs = merged(proposal.pairs(heads))
-            reason = next((p.reason for p in pairs if p.group is None), "")
-            if reason:
-                return replace(none, reason=reason)
-            one, two = moments(pairs, self.samples)
+            claims = merged(self._placed(proposal.pairs(heads), ""))
+            wrong = next((p for p in claims if isinstance(p, Refusal)), None)
+            if wrong is not None:
+                return replace(none, cause=wrong.cause, reason=wrong.detail)
+            pairs = pairs_of(claims)
+            if computed := next((name for p in pairs for name in p.names if name not in self.weights), ""):
+                return replace(none, cause=Cause.COMPUTED, reason=computed)
+            one, two = moments(pairs, self.weights, self.samples)
             if not bool(one.any()) and not bool(two.any()):
-                return replace(none, reason=UNCERTIFIED)
+                return replace(none, cause=Cause.UNCERTIFIED, reason="")
             for dimension, choice in _groups(heads, one, two):
                 options.append((-len(pairs) * dimension, heads.size != size, heads.size, choice))
         return min(options, key=lambda option: option[:3])[-1] if options else none
 
     def _key_bias_is_null(self, pairs: Sequence[SymmetricPair]) -> bool:
         """Return whether the outputs do not depend on the key bias, on the dimensions that are not rotated."""
-        biases, weights = [[b] for p in pairs for b in p.null], [[p.H[0]] for p in pairs if p.null]
+        biases, rows = [[s] for p in pairs for s in p.null], [[p.H[0]] for p in pairs if p.null]
         if not biases:
             return False
-        null, seen = (max(float(BlockStack(b).gather(s).norm()) for s in self.samples) for b in (biases, weights))
+        like = self.weights[biases[0][0].name]
+        null, seen = (max(float(SlotStack(b).gather(s, like).norm()) for s in self.samples) for b in (biases, rows))
         return null <= ROUNDING * seen
 
     def _confirmed(self, proposal: Proposal, heads: Heads) -> Heads:
         """Return heads with the group that a move confirms."""
         scales = heads.group == "diagonal" or heads.size == 1
         fits = [replace(heads, group=group) for group in (heads.group, *(("positive",) if scales else ()))]
-        return next((f for f in fits if self.keeps(proposal.pairs(f))), replace(heads, reason=_LOCAL))
+        return next((f for f in fits if self.keeps(self._placed(proposal.pairs(f), ""))), replace(heads, reason=_LOCAL))
 
 
 def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
@@ -197,12 +196,14 @@ def examination(module: nn.Module, call: Call, used: Sequence[bool] = ()) -> Ite
         yield Examination(twin, run)
 
 
-def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[SymmetricPair]]:
+def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Claim]]:
     """List the pairs of the modules of unknown classes, by path, from their inputs in a forward pass.
+
+    Their weights have the names that they have in the modules.
 
     The model is run in evaluation mode; it and the random state are left unchanged.
     """
-    examined: dict[str, Examined] = {}
+    examined: dict[str, list[Claim]] = {}
     modules = candidates(model)
     # Some models cannot be run in float64, because they make tensors of single precision inside.
     wide = all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
@@ -211,13 +212,11 @@ def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Sy
             calls = record(run, modules)
         with Wide() if wide else nullcontext():
             used = _used_outputs(run, modules) if modules else {}
-        found = {
-            name: _pairs_of(name, m, calls.get(name), examined, used.get(type(m), ())) for name, m in modules.items()
-        }
+        found = {name: _claims_of(m, calls.get(name), examined, used.get(type(m), ())) for name, m in modules.items()}
     known = [*(m for m in model.modules() if handler_of(m) is not None), *modules.values()]
     attending = [*watch.calls, *((m, "") for m in model.modules() if holds_keys(m))]
     unnamed = uncovered(model, attending, {inner for m in known for inner in m.modules()})
-    return found | {path: no_pair(path, UNNAMED) for path, *_ in unnamed}
+    return found | {path: no_pair(Cause.UNNAMED) for path, *_ in unnamed}
 
 
 def _used_outputs(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> dict[type, list[bool]]:
@@ -258,28 +257,26 @@ def _used_outputs(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> d
     return {cls: used for cls, used in found.items() if any(used)}  # else all are, once a gate has left zero
 
 
-def _pairs_of(
-    name: str, module: nn.Module, call: Call | None, examined: dict[str, Examined], used: Sequence[bool] = ()
-) -> list[SymmetricPair]:
-    """List the pairs of a module of an unknown class; without a group, but with a reason, where none is found.
+def _claims_of(
+    module: nn.Module, call: Call | None, examined: dict[str, list[Claim]], used: Sequence[bool] = ()
+) -> list[Claim]:
+    """List the pairs of a module of an unknown class, or why there are none.
 
-    ``examined`` holds a module of each kind with its pairs; they are used again where a move confirms them. ``used``
-    says which of its outputs count.
+    ``examined`` holds the pairs of a module of each kind; they are used again where a move confirms them. ``used`` says
+    which of its outputs count.
     """
     if call is None:
-        return no_pair(name, UNREACHED)
+        return no_pair(Cause.UNREACHED)
     kind = _kind(module)
-    first, pairs = examined.get(kind, (module, []))
+    claims = examined.get(kind, [])
     try:
         with examination(module, call, used) as alone:
-            pairs = in_copy(pairs, first, alone.twin)
-            if not pairs or not alone.keeps(pairs):
-                pairs = alone.pairs() or no_pair(name, UNNAMED)
+            if not claims or not alone.keeps(claims):
+                claims = alone.claims() or no_pair(Cause.UNNAMED)
     except Exception as error:  # whatever third-party code raises
-        return no_pair(name, f"{FAILED} alone: {type(error).__name__}: {error}".splitlines()[0])
-    pairs = [replace(p, module=name) for p in in_copy(pairs, alone.twin, module)]
-    examined[kind] = module, pairs
-    return pairs
+        return no_pair(Cause.FAILED, f"alone: {type(error).__name__}: {error}".splitlines()[0])
+    examined[kind] = claims
+    return claims
 
 
 def _kind(module: nn.Module) -> str:

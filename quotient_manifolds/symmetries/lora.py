@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from ..gauge import canonical_gauge
 from ..linalg import in_double
-from .blocks import GL, Block, block, outline
-from .modules import check_model, check_whole, plain_names
-from .pairs import SymmetricPair, merged, usable
-from .stacks import PairList, without_sharing
+from ..weights import check_model, check_whole, plain_names, weights_of
+from .found import Symmetries
+from .pairs import Cause, Claim, Refusal, SymmetricPair
+from .placing import placing, settled
+from .slots import GL, Slot, outline, slot
 
 #: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")
-#: A parameter, by its owner and its name there.
-Attribute = tuple[nn.Module, str]
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -28,13 +27,13 @@ def is_lora(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "lora_A")
 
 
-def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Attribute, Attribute]]:
-    """Return name, place of A (r, in) and place of B (out, r) for every adapter with one of these names."""
+def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Return name, and the names in the layer of A (r, in) and B (out, r), of every adapter with one of these names."""
     for name in names:
         if name in module.lora_A:
-            yield name, (module.lora_A[name], "weight"), (module.lora_B[name], "weight")
+            yield name, f"lora_A.{name}.weight", f"lora_B.{name}.weight"
         elif name in module.lora_embedding_A:
-            yield name, (module.lora_embedding_A, name), (module.lora_embedding_B, name)
+            yield name, f"lora_embedding_A.{name}", f"lora_embedding_B.{name}"
 
 
 def _active(module: Any) -> list[str]:
@@ -47,8 +46,8 @@ def prefix_tuned(model: nn.Module) -> bool:
     return any(type(m).__name__ == "PrefixEncoder" and type(m).__module__.startswith("peft.") for m in model.modules())
 
 
-def lora_factors(module: nn.Module) -> list[tuple[Attribute, Attribute]]:
-    """List the places of A and B whose product adds to the weight of a module; empty without active LoRA."""
+def lora_factors(module: nn.Module) -> list[tuple[str, str]]:
+    """List the names of A and B whose product adds to the weight of a module; empty without active LoRA."""
     return [(A, B) for _, A, B in _factors(module, _active(module))] if is_lora(module) else []
 
 
@@ -71,7 +70,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
     for m in filter(is_lora, model.modules()):
         layer: Any = m
         for name, _, B in _factors(layer, [*layer.lora_A, *layer.lora_embedding_A]):
-            yield layer, name, getattr(*B)
+            yield layer, name, attrgetter(B)(layer)
 
 
 def zero_norm(model: nn.Module) -> str:
@@ -95,32 +94,32 @@ def adapter_of(name: str) -> str | None:
     return found and found[1]
 
 
-def _blocks(A: Attribute, B: Attribute, expert: int, experts: int) -> tuple[Block, Block]:
+def _slots(module: nn.Module, A: str, B: str, expert: int, experts: int) -> tuple[Slot, Slot]:
     """Describe B and Aᵀ of one expert: A_e = A.reshape(E, r, in)[e], B_e = B.reshape(out, r, E)[..., e]."""
     if experts == 1:
-        return block(*B), block(*A, transpose=True)
-    of_B = Block.from_view(*B, outline(*B).unflatten(1, (-1, experts))[..., expert])
-    return of_B, Block.from_view(*A, outline(*A).unflatten(0, (experts, -1))[expert].T)
+        return slot(module, B), slot(module, A, transpose=True)
+    of_A, of_B = outline(module, A), outline(module, B)
+    G = Slot.from_view(B, of_B, of_B.unflatten(1, (-1, experts))[..., expert])
+    return G, Slot.from_view(A, of_A, of_A.unflatten(0, (experts, -1))[expert].T)
 
 
-def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) -> Iterator[SymmetricPair]:
+def lora_pairs(module: Any, adapters: Collection[str] | None = None) -> Iterator[Claim]:
     """Yield the pair G = B (out, r), H = Aᵀ (in, r) with the group GL(r) for every active adapter of a LoRA layer.
 
     Where an adapter changes the weights of several experts (``target_parameters``), each has a pair, whose ``head`` is
     the expert's number. ``adapters`` names other adapters to use instead, active or not.
     """
     for adapter, A, B in _factors(module, module.active_adapters if adapters is None else adapters):
-        if B[0] is A[0] and A[1] == B[1]:
-            continue
-        if any(getattr(*place).dim() < 2 for place in (A, B)):
+        if any(attrgetter(name)(module).dim() < 2 for name in (A, B)):
             raise ValueError(
-                f"the factors of adapter {adapter!r} in {name} are no matrices, as FSDP1 "
+                f"the factors of adapter {adapter!r} in {type(module).__name__} are no matrices, as FSDP1 "
                 "(use_orig_params=True) and ZeRO-3 leave them, but their geometry needs whole factors; use DDP, or "
                 "keep these modules out of the sharding"
             )
         experts, variant = getattr(module, "num_experts", 1), _variant(module, adapter)
+        scale = float(module.scaling[adapter])
         for expert in range(experts):
-            G, H = _blocks(A, B, expert, experts)
+            G, H = _slots(module, A, B, expert, experts)
             reasons = {
                 "merged into the base weight; unmerge it": module.merged and adapters is None,
                 "the adapter is disabled": module.disable_adapters and adapters is None,
@@ -128,21 +127,16 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
                 "a grouped convolution": G.size[1] != H.size[1],
             }
             reason = next((reason for reason, holds in reasons.items() if holds), "")
-            group, head = None if reason else GL(G.size[1]), expert if experts > 1 else None
-            scale = float(module.scaling[adapter])
-            yield SymmetricPair(name, "lora", group, (G,), (H,), head, part=adapter, reason=reason, scale=scale)
-
-
-def _usable(found: Sequence[SymmetricPair], model: nn.Module, include_frozen: bool = False) -> PairList:
-    """List the pairs of a model that are trained, or all; those that are frozen in part, or share weights, lose it."""
-    trained = [p for p in merged(found) if include_frozen or any(t.requires_grad for t in p.parameters())]
-    usable_ones = without_sharing([usable(p, include_frozen, thin=True) for p in trained])
-    return PairList(replace(p, model=model) for p in usable_ones)
+            head = expert if experts > 1 else None
+            if reason:
+                yield Refusal("", "lora", Cause.BROKEN, reason, head, adapter, (G,), (H,))
+            else:
+                yield SymmetricPair("", "lora", GL(G.size[1]), (G,), (H,), head, adapter, scale=scale)
 
 
 def lora_pairs_by_name(
     model: nn.Module, down: str = "lora_down", up: str = "lora_up", *, scale: str | float = "scale"
-) -> PairList:
+) -> Symmetries:
     """List the pairs (B, Aᵀ) of LoRA layers that are not peft's, by the names that their factors have.
 
     Parameters
@@ -157,8 +151,8 @@ def lora_pairs_by_name(
 
     Returns
     -------
-    PairList
-        For ``create_quotient_optimizer(model, lr=…, pairs=…)``. Factors without a common dimension have no group.
+    Symmetries
+        For ``create_quotient_optimizer(model, lr=…, symmetries=…)``. Factors without a common dimension are refused.
 
     Raises
     ------
@@ -175,36 +169,41 @@ def lora_pairs_by_name(
     >>> print(lora_pairs_by_name(torch.nn.Sequential(layer)))
     0    1 × GL(2), 4+6 rows
     >>> layer = torch.nn.ModuleDict({"lora_a": torch.nn.Linear(6, 2), "lora_b": torch.nn.Linear(2, 4)})
-    >>> lora_pairs_by_name(torch.nn.Sequential(layer), "lora_a", "lora_b", scale=16 / 2)[0].scale
+    >>> lora_pairs_by_name(torch.nn.Sequential(layer), "lora_a", "lora_b", scale=16 / 2).pairs[0].scale
     8.0
     """
     check_model(model)
-    plain, found = plain_names(model), list[SymmetricPair]()
+    placed, found = placing(model), list[Claim]()
     for path, m in model.named_modules():
         A, B = (_named(m, name) for name in (down, up))
         if A is not None and B is not None:
-            rows, columns = (getattr(*B).flatten(1).shape, getattr(*A).flatten(1).shape)
-            # Parameters may be those of x A B instead of x Aᵀ Bᵀ; of two common dimensions the rank is the smaller one.
-            swapped = A[0] is m and rows[0] == columns[1] and not (rows[1] == columns[0] <= rows[0])
-            G, H = block(*B, transpose=swapped), block(*A, transpose=not swapped)
-            reason = "" if G.size[1] == H.size[1] else f"{up} and {down} have no dimension in common"
-            group = None if reason else GL(G.size[1])
-            s = getattr(m, scale, 1.0) if isinstance(scale, str) else scale
-            found.append(SymmetricPair(plain(path), "lora", group, (G,), (H,), reason=reason, scale=float(s)))
+            found += placed([_by_shapes(m, A, B, scale)], path)
     if not found:
         raise ValueError(f"no module has factors that are called {down!r} and {up!r}; pass the names that yours have")
-    return _usable(found, model)
+    return Symmetries.of_claims(settled(found, model))
 
 
-def _named(module: nn.Module, name: str) -> Attribute | None:
-    """Look up a factor of a LoRA layer: a parameter, or the weight of a layer; None if there is none."""
+def _by_shapes(module: nn.Module, A: str, B: str, scale: str | float) -> Claim:
+    """Describe the factors of a layer; of parameters shapes tell whether they are those of x A B or of x Aᵀ Bᵀ."""
+    rows, columns = (attrgetter(name)(module).flatten(1).shape for name in (B, A))
+    # Of two common dimensions the rank is the smaller one.
+    swapped = "." not in A and rows[0] == columns[1] and not (rows[1] == columns[0] <= rows[0])
+    G, H = slot(module, B, transpose=swapped), slot(module, A, transpose=not swapped)
+    if G.size[1] != H.size[1]:
+        return Refusal("", "lora", Cause.BROKEN, f"{B} and {A} have no dimension in common", G=(G,), H=(H,))
+    s = getattr(module, scale, 1.0) if isinstance(scale, str) else scale
+    return SymmetricPair("", "lora", GL(G.size[1]), (G,), (H,), scale=float(s))
+
+
+def _named(module: nn.Module, name: str) -> str | None:
+    """Return the name of a LoRA layer's factor: a parameter, or the weight of a layer; None if there is none."""
     found = getattr(module, name, None)
-    place = (found, "weight") if isinstance(found, nn.Module) else (module, name)
-    tensor = getattr(*place, None)
-    return place if isinstance(tensor, Tensor) and tensor.dim() > 1 else None
+    name = f"{name}.weight" if isinstance(found, nn.Module) else name
+    tensor = getattr(found, "weight", None) if isinstance(found, nn.Module) else found
+    return name if isinstance(tensor, Tensor) and tensor.dim() > 1 else None
 
 
-def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, include_frozen: bool = False) -> PairList:
+def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> Symmetries:
     """List the pairs (B, Aᵀ) of a model's LoRA adapters, active or not, and nothing else.
 
     Parameters
@@ -213,15 +212,12 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
         With adapters of peft; plain, DDP-wrapped or compiled.
     names : sequence of str, optional
         Names of adapters; by default those of all adapters.
-    include_frozen : bool
-        Treat frozen factors like trainable ones. By default adapters with two of them are left out, and pairs with one
-        have no group.
 
     Returns
     -------
-    PairList
+    Symmetries
         One pair for each layer, or for each expert of a layer (``target_parameters``), whose number is the pair's
-        ``head``. Tied adapters have no group. Where the rank is above a width of the layer, the pair is ``thin``:
+        ``head``. Tied adapters are refused. Where the rank is above a width of the layer, the pair is ``thin``:
         optimisers train it, but it is no point of a manifold.
 
     Raises
@@ -240,13 +236,13 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
     """
     check_model(model)
     names = [names] if isinstance(names, str) else names
-    plain, known = plain_names(model), dict.fromkeys(name for _, name, _ in lora_layers(model))
+    known = dict.fromkeys(name for _, name, _ in lora_layers(model))
     unknown = sorted(set(names or ()) - set(known))
     if unknown:
         raise ValueError(f"no layer has an adapter {unknown[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
     wanted = [name for name in known if names is None or name in names]
-    layers = [(plain(path), m) for path, m in model.named_modules() if is_lora(m)]
-    return _usable([p for path, m in layers for p in lora_pairs(m, path, wanted)], model, include_frozen)
+    placed, layers = placing(model), [(path, m) for path, m in model.named_modules() if is_lora(m)]
+    return Symmetries.of_claims(settled([p for path, m in layers for p in placed(lora_pairs(m, wanted), path)], model))
 
 
 @torch.no_grad()
@@ -284,13 +280,13 @@ def canonicalize_lora_(model: nn.Module) -> list[str]:
     True
     """
     check_whole(model)
-    done = []
-    for pair in adapter_pairs(model, include_frozen=True):
-        if pair.group is None or pair.thin or any(b.tensor.is_meta for b in pair.G + pair.H):
+    done, weights = [], weights_of(model)
+    for pair in adapter_pairs(model).pairs:
+        if pair.thin or any(weights[name].is_meta for name in pair.names):
             continue
-        x = in_double(pair.gather().detach())
+        x = in_double(pair.gather(weights).detach())
         gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
         if bool(gauge.present().all()):
-            pair.scatter_(gauge.x)
+            pair.scatter_(gauge.x, weights)
             done.append(pair.name)
     return done

@@ -1,148 +1,173 @@
-"""A pair (G, H) that a network sees only through its product, made of blocks of the network's parameters."""
+"""A pair (G, H) that a network sees only through its product, in slots of named weights; and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from .blocks import GL, Block, BlockStack, block
+from .slots import GL, Slot, SlotStack, slot
 
 if TYPE_CHECKING:
     from ..manifold import GLQuotientInv, GLQuotientMix
 
-#: Reasons why weights are no pair.
-TIED = "both factors contain the same weights; only an orthogonal group is left"
-SHARED = "its weights are used in another place too (shared or overlapping memory)"
-CHANGES = "moves along its orbit change the outputs of the model on this batch"
-#: Reasons why a module could not be examined.
-UNREACHED = "the batch does not reach it"
-UNCERTIFIED = "not certified: the gradient is zero"
-UNNAMED = "the names of its weights do not tell its queries, keys, values and outputs"
-FAILED = "could not be examined"
-UNEXAMINED = (UNREACHED, UNCERTIFIED, UNNAMED, FAILED)
+
+class Cause(Enum):
+    """Why weights have no symmetry that can be used; the value says it in words.
+
+    Examples
+    --------
+    >>> from quotient_manifolds.symmetries import Cause
+    >>> Cause.FROZEN.value
+    'frozen'
+    """
+
+    TIED = "both factors contain the same weights; only an orthogonal group is left"
+    SHARED = "its weights are used in another place too (shared or overlapping memory)"
+    COMPUTED = "computed, not a parameter"
+    FROZEN = "frozen"
+    THIN = "a factor has fewer rows than columns"
+    CHANGES = "moves along its orbit change the outputs of the model on this batch"
+    #: The module could not be examined.
+    UNREACHED = "the batch does not reach it"
+    UNCERTIFIED = "not certified: the gradient is zero"
+    UNNAMED = "the names of its weights do not tell its queries, keys, values and outputs"
+    FAILED = "could not be examined"
+    #: Something in the layer breaks it; the detail says what.
+    BROKEN = "no symmetry"
+    SKIPPED = "skipped on request"
+    #: The same numbers belong to another symmetry.
+    OVERLAPS = "its weights belong to another pair"
+
+    @property
+    def unexamined(self) -> bool:
+        """Whether it says that a module could not be examined."""
+        return self in (Cause.UNREACHED, Cause.UNCERTIFIED, Cause.UNNAMED, Cause.FAILED)
 
 
 @dataclass(frozen=True)
 class SymmetricPair:
-    """Weights (G, H) that a network sees only through s G Hᴴ, or the reason why they have no symmetry.
+    """Weights (G, H) that a network sees only through s G Hᴴ.
 
     Attributes
     ----------
     module : str
         Path of the module that they belong to, or a name chosen by the user.
     kind : str
-        ``"qk"``, ``"vo"``, ``"lora"``, or a word chosen by the user.
-    group : GL or None
-        The group that acts on the columns; None where no continuous symmetry exists or the pair cannot be used.
-    G, H : tuple of Block
-        Blocks stacked as rows of the two factors.
+        ``"qk"``, ``"vo"``, ``"lora"``, ``"glu"``, ``"relu"``, or a word chosen by the user.
+    group : GL
+        The group that acts on the columns.
+    G, H : tuple of Slot
+        Slots stacked as rows of the two factors.
     head : int or None
         Number of the attention head, or of the expert that an adapter changes, from 0.
     part : str
         What distinguishes pairs of the same module, kind and head: ``"rotary"``, or the name of a LoRA adapter.
-    reason : str
-        Why ``group`` is None; empty otherwise.
-    frozen : bool
-        The reason is that a parameter is not trainable.
-    null : tuple of Block
-        Blocks of H that the network does not see at all: the key bias, which adds the same number to all scores of a
-        query. A block that was removed from H (``find_symmetric_pairs(key_bias="drop")``) is left out of every measure.
+    null : tuple of Slot
+        Slots of H that the network does not see at all: the key bias, which adds the same number to all scores of a
+        query. A slot that was removed from H (``Symmetries.without_null``) is left out of every measure.
     scale : float
         s: α/r for LoRA as it was when the pair was found, otherwise 1. Optimisers and distances count it.
     metric : {"inv", "mix", None}
         That of a point which states its own: a ``geoopt.ManifoldParameter``.
-    model : Module or None
-        The model in which the pair was found, and in which an optimiser expects its parameters.
 
     Raises
     ------
     ValueError
-        There is neither a group nor a reason; blocks do not fit the group; a factor is empty; a block is in both
-        factors.
+        Slots do not fit the group; a factor is empty; a slot is in both factors.
 
     Examples
     --------
     Balance the queries and keys of one head, which leaves the layer's function as it is:
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
-    >>> first = find_symmetric_pairs(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))[0]
+    >>> from quotient_manifolds.symmetries import find
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> weights, first = dict(layer.named_parameters()), find(layer).pairs[0]
     >>> first.name, first.module, first.kind, first.head, first.n, first.m
     ('self_attn qk head 0', 'self_attn', 'qk', 0, 9, 9)
-    >>> first.scatter_(first.manifold("inv").canonical(first.gather()))
+    >>> first.scatter_(first.manifold("inv").canonical(first.gather(weights)), weights)
     """
 
     module: str
     kind: str
-    group: GL | None
-    G: tuple[Block, ...] = field(default=(), repr=False)
-    H: tuple[Block, ...] = field(default=(), repr=False)
+    group: GL
+    G: tuple[Slot, ...] = field(default=(), repr=False)
+    H: tuple[Slot, ...] = field(default=(), repr=False)
     head: int | None = None
     part: str = ""
-    reason: str = ""
-    frozen: bool = False
-    null: tuple[Block, ...] = field(default=(), repr=False)
+    null: tuple[Slot, ...] = field(default=(), repr=False)
     scale: float = 1.0
     metric: str | None = None
-    model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.group is None:
-            if not self.reason:
-                raise ValueError(f"pair {self.name!r} has no group; pass the reason")
-            return
-        for b in self.G + self.H:
-            if b.size[1:] != self.group.columns:
+        for s in self.slots:
+            if s.size[1:] != self.group.columns:
                 raise ValueError(
-                    f"pair {self.name!r}: the group {self.group} acts on {self.group.columns} columns, but the block "
-                    f"in {b.place} has {b.size[1:]}"
+                    f"pair {self.name!r}: the group {self.group} acts on {self.group.columns} columns, but the slot "
+                    f"in {s.name!r} has {s.size[1:]}"
                 )
         if not self.G or not self.H:
-            raise ValueError(f"pair {self.name!r} needs at least one block in G and one in H")
-        key = attrgetter("key")
-        if not set(map(key, self.G)).isdisjoint(map(key, self.H)):
+            raise ValueError(f"pair {self.name!r} needs at least one slot in G and one in H")
+        if self.tied:
             raise ValueError(
-                f"pair {self.name!r}: the same block is in G and in H (tied weights); only an orthogonal group "
+                f"pair {self.name!r}: the same slot is in G and in H (tied weights); only an orthogonal group "
                 "is left, which is not supported; leave the layer out with quotient_manifolds.symmetries.skip"
             )
 
     @property
     def name(self) -> str:
         """Name for messages and tables, such as ``"encoder.layer.3.attention qk head 5"``; ``module`` for your own."""
-        if self.head is None and not self.part:
-            return self.module
-        head = "" if self.head is None else f"{'expert' if self.kind == 'lora' else 'head'} {self.head}"
-        return " ".join(word for word in (self.module, self.kind, head, self.part) if word)
+        return name_of(self.module, self.kind, self.head, self.part)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of both factors."""
+        return self.G + self.H
+
+    @property
+    def tied(self) -> bool:
+        """Whether a slot is in both factors."""
+        return not set(self.G).isdisjoint(self.H)
 
     @property
     def n(self) -> int:
         """Rows of G."""
-        return sum(b.rows for b in self.G)
+        return sum(s.rows for s in self.G)
 
     @property
     def m(self) -> int:
         """Rows of H."""
-        return sum(b.rows for b in self.H)
+        return sum(s.rows for s in self.H)
+
+    @property
+    def dimension(self) -> int:
+        """Number of real parameters of the group."""
+        return self.group.dimension
 
     @property
     def thin(self) -> bool:
         """Whether a factor has too few rows for full column rank, which GL needs."""
-        return self.group is not None and not self.group.diagonal and self.group.h > min(self.n, self.m)
+        return not self.group.diagonal and self.group.h > min(self.n, self.m)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows of every block of G and of H."""
-        return tuple(b.rows for b in self.G), tuple(b.rows for b in self.H)
+        """Rows of every slot of G and of H."""
+        return tuple(s.rows for s in self.G), tuple(s.rows for s in self.H)
 
     @property
-    def dropped(self) -> tuple[Block, ...]:
-        """Null blocks that were taken out of H."""
-        kept = {b.key for b in self.H}
-        return tuple(b for b in self.null if b.key not in kept)
+    def dropped(self) -> tuple[Slot, ...]:
+        """Null slots that were taken out of H."""
+        return tuple(s for s in self.null if s not in self.H)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights that the slots lie in, each once."""
+        return tuple(dict.fromkeys(s.name for s in self.slots))
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold on which the tensor of :meth:`gather` is a point; metric is ``"inv"`` or ``"mix"``."""
@@ -150,32 +175,100 @@ class SymmetricPair:
 
         return MANIFOLDS[metric](self.n, self.m)
 
-    def parameters(self) -> list[Tensor]:
-        """List the parameters that the blocks belong to, each once."""
-        return list({id(b.tensor): b.tensor for b in self.G + self.H}.values())
+    def gather(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Copy weights into one point, (n + m, h), or (h, n + m, 1) for a diagonal group; differentiable."""
+        return self.group.to_point(SlotStack([self.slots]).gather(weights))[0]
 
-    def gather(self) -> Tensor:
-        """Copy the weights into one point, (n + m, h), or (h, n + m, 1) for a diagonal group; differentiable."""
-        return self.usable_group().to_point(BlockStack([self.G + self.H]).gather())[0]
-
-    def scatter_(self, x: Tensor) -> None:
+    def scatter_(self, x: Tensor, weights: Mapping[str, Tensor]) -> None:
         """Write a point of :meth:`gather`'s shape back into the weights."""
-        BlockStack([self.G + self.H]).scatter_(self.usable_group().from_point(x.unsqueeze(0)))
+        SlotStack([self.slots]).scatter_(self.group.from_point(x.unsqueeze(0)), weights)
 
-    def usable_group(self) -> GL:
-        """Return the group; without one, raise a ValueError with the reason."""
-        if self.group is None:
-            raise ValueError(f"pair {self.name!r} has no symmetry: {self.reason}")
-        return self.group
+    def renamed(self, name_of_weight: Callable[[str], str], module: str | None = None) -> SymmetricPair:
+        """Return the same pair of weights of other names."""
+        G, H, null = (tuple(s.renamed(name_of_weight) for s in side) for side in (self.G, self.H, self.null))
+        return replace(self, module=self.module if module is None else module, G=G, H=H, null=null)
 
 
-def pair(G: Iterable[Block], H: Iterable[Block], group: GL, *, name: str = "pair", kind: str = "user") -> SymmetricPair:
+def name_of(module: str, kind: str, head: int | None, part: str) -> str:
+    """Return the name of a pair, or of what might have been one."""
+    if head is None and not part:
+        return module
+    which = "" if head is None else f"{'expert' if kind == 'lora' else 'head'} {head}"
+    return " ".join(word for word in (module, kind, which, part) if word)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What has no symmetry, or none that can be used, and why.
+
+    Attributes
+    ----------
+    module, kind, head, part
+        As those of :class:`SymmetricPair`; the kind of a whole layer is ``"attention"``.
+    cause : Cause
+    detail : str
+        More words, for people.
+    G, H : tuple of Slot
+        The weights, as far as they are known, one column for every dimension of a head.
+
+    Examples
+    --------
+    >>> from quotient_manifolds.symmetries import Cause, Refusal
+    >>> print(Refusal("layers.0", "attention", Cause.SKIPPED))
+    layers.0: skipped on request
+    """
+
+    module: str
+    kind: str
+    cause: Cause
+    detail: str = ""
+    head: int | None = None
+    part: str = ""
+    G: tuple[Slot, ...] = field(default=(), repr=False)
+    H: tuple[Slot, ...] = field(default=(), repr=False)
+
+    @property
+    def name(self) -> str:
+        """Name for messages and tables."""
+        return name_of(self.module, self.kind, self.head, self.part)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The weights, as far as they are known."""
+        return self.G + self.H
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights, each once."""
+        return tuple(dict.fromkeys(s.name for s in self.slots))
+
+    @property
+    def reason(self) -> str:
+        """The cause in words."""
+        if self.cause is Cause.BROKEN and self.detail:
+            return self.detail
+        return f"{self.cause.value}: {self.detail}" if self.detail else self.cause.value
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+    def renamed(self, name_of_weight: Callable[[str], str], module: str | None = None) -> Refusal:
+        """Return the same refusal of weights of other names."""
+        G, H = (tuple(s.renamed(name_of_weight) for s in side) for side in (self.G, self.H))
+        return replace(self, module=self.module if module is None else module, G=G, H=H)
+
+
+#: What is known of a place in a network.
+Claim = SymmetricPair | Refusal
+
+
+def pair(G: Iterable[Slot], H: Iterable[Slot], group: GL, *, name: str = "pair", kind: str = "user") -> SymmetricPair:
     """Describe a pair of your own.
 
     Parameters
     ----------
-    G, H : iterable of Block
-        Blocks stacked as rows of the two factors, see :func:`block`.
+    G, H : iterable of Slot
+        Slots stacked as rows of the two factors, see :func:`slot`.
     group : GL
         ``GL(h)`` for any invertible h × h matrix, ``GL(h, diagonal=True)`` for a rescaling of every column.
     name, kind : str
@@ -184,24 +277,24 @@ def pair(G: Iterable[Block], H: Iterable[Block], group: GL, *, name: str = "pair
     Returns
     -------
     SymmetricPair
-        For ``find_symmetric_pairs(model, extra=[…])`` or ``sharpness.evaluate(…, pairs=[…])``.
+        For ``find(model).adding(…)``, which ``sharpness.evaluate(…, symmetries=…)`` takes.
 
     Examples
     --------
     Two linear layers with a bias between them, x ↦ W₂(W₁x + b₁):
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import GL, block, pair
-    >>> first, second = nn.Linear(5, 3), nn.Linear(3, 4)
-    >>> p = pair([block(first, "weight", transpose=True), block(first, "bias")], [block(second, "weight")], GL(3))
-    >>> p.gather().shape
+    >>> from quotient_manifolds.symmetries import GL, pair, slot
+    >>> model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4))
+    >>> G = [slot(model, "0.weight", transpose=True), slot(model, "0.bias")]
+    >>> pair(G, [slot(model, "1.weight")], GL(3)).gather(dict(model.named_parameters())).shape
     torch.Size([10, 3])
     """
     return SymmetricPair(name, kind, group, tuple(G), tuple(H))
 
 
 def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> SymmetricPair:
-    r"""Describe two factors of which only the product G Hᵀ counts, outside any network.
+    r"""Describe two factors of which only the product G Hᵀ counts, outside any network, as the weights ``"G"``, ``"H"``.
 
     Parameters
     ----------
@@ -231,7 +324,7 @@ def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> S
     >>> _ = torch.manual_seed(0)
     >>> target = torch.randn(30, 4) @ torch.randn(4, 20)
     >>> G, H = nn.Parameter(torch.randn(30, 4)), nn.Parameter(torch.randn(20, 4))
-    >>> optimizer = QuotientAdam([G, H], [factor_pair(G, H)], lr=0.1)
+    >>> optimizer = QuotientAdam([("G", G), ("H", H)], [factor_pair(G, H)], lr=0.1)
     >>> for _ in range(100):
     ...     optimizer.zero_grad()
     ...     loss = (G @ H.T - target).square().mean()
@@ -249,44 +342,24 @@ def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> S
     if (G.dtype, G.device) != (H.dtype, H.device):
         raise ValueError(f"factors have one dtype and device, got {G.dtype}, {G.device} and {H.dtype}, {H.device}")
     both = nn.ParameterDict({"G": G, "H": H})
-    return pair([block(both, "G")], [block(both, "H")], GL(G.shape[1]), name=name)
+    return pair([slot(both, "G")], [slot(both, "H")], GL(G.shape[1]), name=name)
 
 
-def no_pair(name: str, reason: str) -> list[SymmetricPair]:
-    """List the one pair that a module without a symmetry has, with the reason."""
-    return [SymmetricPair(name, "attention", None, reason=reason)]
+def no_pair(cause: Cause, detail: str = "") -> list[Claim]:
+    """List the one refusal of a layer as a whole."""
+    return [Refusal("", "attention", cause, detail)]
 
 
-def refused(pair: SymmetricPair, reason: str, frozen: bool = False) -> SymmetricPair:
-    """Take the group from a pair, and say why."""
-    return replace(pair, group=None, reason=reason, frozen=frozen)
+def refused(p: Claim, cause: Cause, detail: str = "") -> Refusal:
+    """Refuse a pair, and say why; what is refused already stays as it is."""
+    if isinstance(p, Refusal):
+        return p
+    return Refusal(p.module, p.kind, cause, detail, p.head, p.part, p.G, p.H)
 
 
-def usable(pair: SymmetricPair, include_frozen: bool = False, thin: bool = False) -> SymmetricPair:
-    """Remove the group from a pair that cannot be used; ``thin`` factors are no points, but optimisers train them."""
-    if pair.group is None:
-        return pair
-    for b in pair.G + pair.H:
-        if not isinstance(b.tensor, nn.Parameter):
-            return refused(pair, f"{b.place} is computed, not a parameter")
-    frozen = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
-    if frozen and not include_frozen:
-        return refused(pair, f"frozen: {', '.join(sorted(frozen))}", frozen=True)
-    if pair.thin and not thin:
-        return refused(pair, f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
-    return pair
-
-
-def in_copy(pairs: Iterable[SymmetricPair], model: nn.Module, copy: nn.Module) -> list[SymmetricPair]:
-    """Return the same pairs of a copy of their model."""
-    modules = dict(zip(model.modules(), copy.modules(), strict=True))
-    found = []
-    for p in pairs:
-        if not all(b.module in modules for b in p.G + p.H + p.null):
-            raise ValueError(f"the pair {p.name!r} belongs to another model")
-        G, H, null = (tuple(replace(b, module=modules[b.module]) for b in v) for v in (p.G, p.H, p.null))
-        found.append(replace(p, G=G, H=H, null=null, model=None if p.model is None else modules.get(p.model)))
-    return found
+def pairs_of(claims: Iterable[Claim]) -> list[SymmetricPair]:
+    """List the pairs, without what is refused."""
+    return [p for p in claims if isinstance(p, SymmetricPair)]
 
 
 def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
@@ -294,32 +367,31 @@ def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
     found = list(pairs)
     for p in found:
         if not isinstance(p, SymmetricPair):
-            raise TypeError(
-                "pairs must be SymmetricPair objects, as returned by find_symmetric_pairs(model), got "
-                f"{type(p).__name__}"
-            )
+            raise TypeError(f"pairs must be SymmetricPair objects, as in find(model).pairs, got {type(p).__name__}")
     return found
 
 
-def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
-    """Merge pairs that share a block (grouped queries, shared layers); refuse those without a common group."""
-    found: dict[int, SymmetricPair] = {}
-    home: dict[object, int] = {}
-    for i, p in enumerate(pairs):
+def merged(claims: Iterable[Claim]) -> list[Claim]:
+    """Merge pairs that share a slot (grouped queries, shared layers); refuse those without a common group."""
+    found: dict[int, Claim] = {}
+    home: dict[Slot, int] = {}
+    for i, p in enumerate(claims):
         found[i] = p
-        if p.group is None:
+        if isinstance(p, Refusal):
             continue
-        first, *others = sorted({i, *(home[b.key] for b in p.G + p.H if b.key in home)})
+        first, *others = sorted({i, *(home[s] for s in p.slots if s in home)})
         parts = [found[j] for j in (first, *others)]
-        G, H, null = (  # all blocks, each once
-            tuple({b.key: b for q in parts for b in getattr(q, name)}.values()) for name in ("G", "H", "null")
+        G, H, null = (  # all slots, each once
+            tuple(dict.fromkeys(chain.from_iterable(getattr(q, name, ()) for q in parts)))
+            for name in ("G", "H", "null")
         )
-        home.update((b.key, first) for b in G + H)
-        tied = TIED if {b.key for b in G} & {b.key for b in H} else ""
-        if reason := next((q.reason for q in parts if q.group is None), tied):
-            found.update((j, refused(found[j], reason)) for j in (first, *others))
+        home.update((s, first) for s in G + H)
+        known = next((q for q in parts if isinstance(q, Refusal)), None)
+        if known is not None or not set(G).isdisjoint(H):
+            cause, detail = (known.cause, known.detail) if known is not None else (Cause.TIED, "")
+            found.update((j, refused(found[j], cause, detail)) for j in (first, *others))
             continue
         for j in others:
             del found[j]
-        found[first] = replace(parts[0], G=G, H=H, null=null)
+        found[first] = replace(parts[0], G=G, H=H, null=null)  # type: ignore[arg-type]
     return list(found.values())

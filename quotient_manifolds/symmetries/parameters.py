@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +12,16 @@ from torch.nn.utils import parametrize
 
 from .._geoopt import ManifoldParameter
 from ..manifold import MANIFOLDS
-from .discovery import find_symmetric_pairs
-from .modules import check_model, check_whole
-from .pairs import SymmetricPair, check_pairs
+from ..weights import check_model, check_whole, weights_of
+from .discovery import find
+from .found import Symmetries
 from .points import FromPoints, Point, computed_weights
 from .stacks import PairStack, coverage, stacks
 
 
 @torch.no_grad()
 def manifold_parameters_(
-    model: nn.Module, metric: str = "mix", *, pairs: Sequence[SymmetricPair] | None = None
+    model: nn.Module, metric: str = "mix", *, symmetries: Symmetries | None = None
 ) -> list[ManifoldParameter]:
     """Replace the weights of symmetric pairs by points of the quotient, which geoopt's optimisers train.
 
@@ -35,9 +35,8 @@ def manifold_parameters_(
         Changed in place: before it is wrapped (DDP) or compiled, and before the optimiser is made.
     metric : {"inv", "mix"}
         Metric of the quotient: :class:`quotient_manifolds.GLQuotientInv` or ``GLQuotientMix``.
-    pairs : sequence of SymmetricPair, optional
-        By default those of :func:`find_symmetric_pairs`; for attention of unknown classes pass what it finds with a
-        batch.
+    symmetries : Symmetries, optional
+        By default those that :func:`find` finds; for attention of unknown classes pass what it finds with a batch.
 
     Returns
     -------
@@ -71,31 +70,39 @@ def manifold_parameters_(
     check_whole(model)
     if metric not in MANIFOLDS:
         raise ValueError(f'metric must be "inv" or "mix", got {metric!r}')
-    pairs = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
-    found = stacks(replace(p, null=()) for p in pairs if p.metric is None)  # a dropped key bias stays a parameter
+    weights, symmetries = weights_of(model), find(model) if symmetries is None else symmetries
+    trained = symmetries.restricted(name for name, p in weights.items() if p.requires_grad).of_full_rank()
+    # A dropped key bias stays a parameter.
+    found = stacks([replace(p, null=()) for p in trained.pairs if p.metric is None], weights)
     if not found:
         raise ValueError(f"{type(model).__name__} has no symmetric pair that could become a point")
-    points = {s: ManifoldParameter(s.gather(), manifold=s.manifold(metric)) for s in found}
-    covered = coverage(found)
-    _check_points(points, model, covered)
+    points = {s: ManifoldParameter(s.gather(weights), manifold=s.manifold(metric)) for s in found}
+    covered = coverage(found, weights)
+    _check_points(points, model, [weights[name] for name in covered])
     taken = sum(name.startswith("quotient_point_") for name, _ in model.named_parameters(recurse=False))
-    places: dict[Tensor, tuple[nn.Module, str, FromPoints]] = {}
+    places: dict[str, FromPoints] = {}
     for i, (stack, x) in enumerate(points.items(), taken):
-        x.requires_grad_(all(p.requires_grad for p in stack.parameters()))
         point = Point(model, f"quotient_point_{i}", stack)
         model.register_parameter(point.name, x)
         for k, run in enumerate(stack.runs):
-            b, weight = run.block, run.block.tensor
-            places.setdefault(weight, (b.module, b.attribute, FromPoints(b.module, weight, covered[weight])))
-            places[weight][2].sources.append((point, k))
-    for weight, (module, attribute, step) in places.items():
-        weight.grad = None
+            name = run.slot.name
+            places.setdefault(name, FromPoints(_home(model, name)[0], weights[name], covered[name]))
+            places[name].sources.append((point, k))
+    for name, step in places.items():
+        module, attribute = _home(model, name)
+        weights[name].grad = None
         parametrize.register_parametrization(module, attribute, step)
         if step.whole:  # what is left is empty: no parameter for an optimiser
             homes: Any = module.parametrizations
             del homes[attribute].original
-            homes[attribute].register_buffer("original", weight.detach(), persistent=False)
+            homes[attribute].register_buffer("original", weights[name].detach(), persistent=False)
     return list(points.values())
+
+
+def _home(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a weight, and what it is called there."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
 
 
 def _check_points(points: dict[PairStack, ManifoldParameter], model: nn.Module, weights: Iterable[Tensor]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from .._geoopt import ManifoldParameter
 from ..manifold import GLQuotient
 from ..rescale import RescaleQuotient
-from .blocks import GL, Block, outline, real_view
-from .modules import plain_names
-from .pairs import SymmetricPair, usable
+from ..weights import weights_of
+from .pairs import SymmetricPair
+from .slots import GL, Slot, real_view
 from .stacks import PairStack
 
 
@@ -82,7 +82,7 @@ class FromPoints(nn.Module):
         """Yield the points, and where in the weight some rows of some of their pairs lie."""
         for point, i in self.sources:
             run = point.stack.runs[i]
-            yield point, run.block.of(weight), run.points, run.rows
+            yield point, run.slot.of(weight), run.points, run.rows
 
     def forward(self, original: Tensor) -> Tensor:
         """Return the weight, differentiably."""
@@ -107,29 +107,23 @@ def computed_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Fr
                 yield module, name, steps, steps[0]
 
 
-def point_pairs(model: nn.Module, include_frozen: bool = False) -> list[SymmetricPair]:
+def point_pairs(model: nn.Module) -> list[SymmetricPair]:
     """List the points of the quotients among a model's parameters as pairs, which state their metric.
 
     Those of :func:`quotient_manifolds.symmetries.manifold_parameters_` are called as the pairs of weights that they
     hold, any other by its path.
     """
-    weights: dict[Tensor, Point] = {}
+    held: dict[Tensor, Point] = {}
     for *_, step in computed_weights(model):
-        weights.update((point.parameter, point) for point, _ in step.sources)
-    found, plain = list[SymmetricPair](), plain_names(model)
-    for path, module in model.named_modules():
-        for name, x in module.named_parameters(recurse=False):
-            if not isinstance(x, ManifoldParameter) or not isinstance(x.manifold, (GLQuotient, RescaleQuotient)):
-                continue
-            path_of_x = plain(f"{path}.{name}" if path else name)
-            for pair in _pairs_of(module, name, x, path_of_x, weights.get(x)):
-                found.append(usable(replace(pair, model=model), include_frozen))
+        held.update((point.parameter, point) for point, _ in step.sources)
+    found = list[SymmetricPair]()
+    for name, x in weights_of(model).items():
+        if isinstance(x, ManifoldParameter) and isinstance(x.manifold, (GLQuotient, RescaleQuotient)):
+            found += _pairs_of(name, x, held.get(x))
     return found
 
 
-def _pairs_of(
-    module: nn.Module, name: str, x: ManifoldParameter, path: str, point: Point | None
-) -> Iterator[SymmetricPair]:
+def _pairs_of(name: str, x: ManifoldParameter, point: Point | None) -> Iterator[SymmetricPair]:
     """Describe the points in a parameter as pairs."""
     if isinstance(x.manifold, RescaleQuotient):
         n, m, group, metric = 1, 1, GL(x.shape[-1], diagonal=True), x.manifold.metric
@@ -137,12 +131,12 @@ def _pairs_of(
         n, m, metric = x.manifold.n, x.manifold.m, x.manifold.metric.name
         group = GL(x.shape[-1], field="complex" if x.is_complex() else "real")
 
-    whole = outline(module, name)
+    whole = torch.empty(x.shape, dtype=torch.complex64 if x.is_complex() else None, device="meta")
     flat = real_view(whole.unsqueeze(0).flatten(0, -3)) if point is None else point.stack.group.from_point(whole)
     for i in range(x[..., 0, 0].numel() if point is None else len(point.stack)):
-        G, H = (Block.from_view(module, name, flat[i, rows]) for rows in (slice(0, n), slice(n, n + m)))
+        G, H = (Slot.from_view(name, whole, flat[i, rows]) for rows in (slice(0, n), slice(n, n + m)))
         if point is None:
-            one = path if x.dim() == 2 else f"{path}[{i}]"
+            one = name if x.dim() == 2 else f"{name}[{i}]"
             yield SymmetricPair(one, "point", group, (G,), (H,), metric=metric)
         else:
-            yield replace(point.stack.pairs[i], G=(G,), H=(H,), metric=metric)
+            yield replace(point.stack.pairs[i], G=(G,), H=(H,), null=(), metric=metric)

@@ -16,12 +16,14 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..passes import eager, tensors
+from ..weights import is_sharded, plain_class, plain_names
 from .attention import Heads
-from .blocks import PLANES
+from .found import Symmetries
 from .lora import is_lora
-from .modules import eager, is_sharded, plain_class, plain_names, tensors
-from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
+from .pairs import Cause, Claim, no_pair
 from .roles import possible_heads, proposals, roles_of
+from .slots import PLANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Functions whose call makes a module an attention layer, if no handler covers it.
@@ -61,7 +63,7 @@ def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
+Handler = Callable[[nn.Module], Iterable[Claim]]
 _HANDLERS = ByClass[Handler]()
 
 
@@ -77,14 +79,13 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     Returns
     -------
     callable
-        Decorator for a function ``handler(module, name) -> iterable of SymmetricPair``. See
-        :func:`quotient_manifolds.symmetries.attention_pairs` for the usual case.
+        Decorator for a function ``handler(module) -> iterable of SymmetricPair or Refusal``, whose slots have the names
+        that weights have in the module. See :func:`quotient_manifolds.symmetries.attention_pairs` for the usual case.
 
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, register_attention
+    >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs, find, register_attention
     >>> class MyAttention(nn.Module):
     ...     def __init__(self, dim, heads):
     ...         super().__init__()
@@ -92,10 +93,10 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     ...         self.to_q, self.to_k = nn.Linear(dim, dim), nn.Linear(dim, dim)
     ...         self.to_v, self.to_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
     >>> @register_attention(MyAttention)
-    ... def my_attention(module, name):
-    ...     q, k, v, o = map(Projection, (module.to_q, module.to_k, module.to_v, module.to_out))
-    ...     return attention_pairs(name, Heads(module.heads), q=q, k=k, v=v, o=o)
-    >>> print(find_symmetric_pairs(nn.Sequential(MyAttention(8, 2))))
+    ... def my_attention(module):
+    ...     q, k, v, o = (Projection(module, name) for name in ("to_q", "to_k", "to_v", "to_out"))
+    ...     return attention_pairs(Heads(module.heads), q=q, k=k, v=v, o=o)
+    >>> print(find(nn.Sequential(MyAttention(8, 2))))
     0 qk    2 × GL(4), 9+9 rows
     0 vo    2 × GL(4), 9+8 rows
     """
@@ -115,16 +116,16 @@ def skip(*classes: type | str) -> None:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, skip
+    >>> from quotient_manifolds.symmetries import find, skip
     >>> class Gated(nn.MultiheadAttention): pass
     >>> skip(Gated)
-    >>> print(find_symmetric_pairs(nn.Sequential(Gated(8, 2))))
+    >>> print(find(nn.Sequential(Gated(8, 2))))
     0    1 × none (skipped on request)
     """
 
     @register_attention(*classes)
-    def skipped(module: nn.Module, name: str) -> list[SymmetricPair]:
-        return no_pair(name, "skipped on request")
+    def skipped(module: nn.Module) -> list[Claim]:
+        return no_pair(Cause.SKIPPED)
 
 
 def handler_of(module: nn.Module) -> Handler | None:
@@ -195,7 +196,7 @@ class UnknownAttentionError(ValueError):
         )
 
 
-def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[SymmetricPair] = ()) -> Any:
+def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries = Symmetries()) -> Any:
     """Run a forward pass and refuse attention that no handler covers.
 
     Parameters
@@ -204,11 +205,10 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
         A compiled model is watched as the eager model that it was compiled from.
     run : callable
         Performs one forward pass of the model.
-    pairs : iterable of SymmetricPair
-        As :func:`find_symmetric_pairs` finds them with a batch, for example. Modules that they name, or whose
-        projections they contain, count as examined, except those with a pair that says that the batch did not reach it
-        (which are refused only if they are seen to compute attention here), that its gradient was zero, or that it
-        could not be examined.
+    known : Symmetries
+        As :func:`find` finds them with a batch, for example. Modules that they name, or whose projections they contain,
+        count as examined, except those of which they say that the batch did not reach them (which are refused only if
+        they are seen to compute attention here), that the gradient was zero, or that they could not be examined.
 
     Returns
     -------
@@ -236,21 +236,22 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
     with eager(), Watch(model) as watch:
         result = run()
-    plain, pairs = plain_names(model), [p for p in check_pairs(pairs) if p.kind != "lora"]
-    missed = {p.module: p.reason for p in pairs if p.reason.startswith(UNEXAMINED)}
-    examined = {p.module for p in pairs} - set(missed)
-    known = [m for n, m in model.named_modules() if handler_of(m) is not None or plain(n) in examined]
-    covered = {inner for module in known for inner in module.modules()}
-    owners = {b.module for p in pairs if p.module not in missed for b in p.G + p.H}
+    plain, claims = plain_names(model), [p for p in (*known.pairs, *known.refused) if p.kind != "lora"]
+    missed = {r.module: r for r in known.refused if r.kind != "lora" and r.cause.unexamined}
+    examined = {p.module for p in claims} - set(missed)
+    covered_modules = {n: m for n, m in model.named_modules() if handler_of(m) is not None or plain(n) in examined}
+    covered = {inner for module in covered_modules.values() for inner in module.modules()}
     # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
-    owners = {m for m in owners if handler_of(m) is None}
+    of_pairs = {name.rpartition(".")[0] for p in claims if p.module not in missed for name in p.names}
+    owners = {m for n, m in model.named_modules() if plain(n) in of_pairs and handler_of(m) is None}
     covered |= {m for m in model.modules() if not owners.isdisjoint([m, *m.children()])}
     for name, m in candidates(model, covered).items():
-        if roles_of(m) is not None and missed.get(plain(name)) != UNREACHED:
+        of_module = missed.get(plain(name))
+        if roles_of(m) is not None and (of_module is None or of_module.cause is not Cause.UNREACHED):
             watch.calls.append((m, "code that cannot be watched, by the names of its weights"))
     for path, module, call in uncovered(model, watch.calls, covered):
-        reason = missed.get(plain(path))
-        call = call if reason is None else f"{call}; of its examination: {reason}"
+        refusal = missed.get(plain(path))
+        call = call if refusal is None else f"{call}; of its examination: {refusal.reason}"
         raise UnknownAttentionError(path or "(the model itself)", plain_class(module), call)
     return result
 
@@ -293,23 +294,23 @@ def _rotary_size(module: Any, size: int, partial: bool) -> int:
     return int(given or size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
 
 
-def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[SymmetricPair]:
+def _of_known_class(row: dict[str, str], module: nn.Module) -> list[Claim]:
     """List the pairs of a module of a class of the table, with its number of heads."""
     name, group, partly, by_head = row.values()
     roles = roles_of(module, idle=lambda _: False)
     cls = name.rpartition(".")[2]
     if roles is None:
-        return no_pair(path, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
+        return no_pair(Cause.BROKEN, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
     owners = (module, *module.children(), getattr(module, "config", None))
     numbers = (getattr(o, name, None) for o in owners for name in _HEADS)
     heads = next((int(n) for n in numbers if isinstance(n, Integral)), 0)
     if not heads:
-        return no_pair(path, f"{cls} does not say how many heads it has, as {' or '.join(_HEADS)}")
+        return no_pair(Cause.BROKEN, f"{cls} does not say how many heads it has, as {' or '.join(_HEADS)}")
     fits: list[Heads] = []
     for kind in ("qk", "vo"):
         found = [p for p in possible_heads(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]
         if not found:
-            return no_pair(path, f"the projections of {kind} do not divide into {heads} heads")
+            return no_pair(Cause.BROKEN, f"the projections of {kind} do not divide into {heads} heads")
         fits.append(found[0])
     qk, vo = fits
     if group in PLANES:
@@ -323,7 +324,7 @@ def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[S
         vo = replace(vo, group="diagonal")
     if isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj):
         qk, vo = (replace(heads, reason=_WRAPPED) for heads in (qk, vo))
-    return roles.pairs(path, qk=qk, vo=vo)
+    return roles.pairs(qk=qk, vo=vo)
 
 
 #: Classes, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .attention import Heads, Projection, Rows, head_pairs
-from .pairs import SymmetricPair
+from .pairs import Claim
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
@@ -68,9 +68,9 @@ class Roles:
         start = whole.start + sum(share[c] for c in heads.order[: heads.order.index(letter)] if c in home)
         return replace(whole, start=start, stride=sum(share.values()), per=share[letter] // heads.size)
 
-    def pairs(self, name: str, **kinds: Heads) -> list[SymmetricPair]:
+    def pairs(self, **kinds: Heads) -> list[Claim]:
         """List the pairs of some kinds (``qk``, ``vo``) with these heads, head by head."""
-        found = (head_pairs(name, c, heads, *(self.placed(x, heads) for x in c)) for c, heads in kinds.items())
+        found = (head_pairs(c, heads, *(self.placed(x, heads) for x in c)) for c, heads in kinds.items())
         return sorted(chain(*found), key=lambda p: p.head or 0)
 
 
@@ -93,19 +93,20 @@ def _projects(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(module).__name__ in ("Conv1D", "QuantLinear")
 
 
-def _weights(module: nn.Module, path: str = "") -> Iterator[tuple[str, Projection]]:
+def _weights(root: nn.Module, path: str = "") -> Iterator[Projection]:
     """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices."""
+    module = root.get_submodule(path)
     base = getattr(module, "base_layer", module)
     if _projects(base) or base is not module:
-        yield path, Projection(module, conv1d=type(base).__name__ == "Conv1D")
+        yield Projection(root, path, conv1d=type(base).__name__ == "Conv1D")
         return
     for name, p in module.named_parameters(recurse=False):
         if p.dim() == 2 and name.endswith("weight") and name != "weight":
-            yield f"{path}.{name}", Projection(module, name, f"{name.removesuffix('weight')}bias")
+            yield Projection(root, path, name, f"{name.removesuffix('weight')}bias")
         elif p.dim() == 3 and (found := _STACKED.fullmatch(name)):
-            yield f"{path}.{name}", Projection(module, name, f"{found[1]}b{found[2]}", stacked=True)
-    for name, child in module.named_children():
-        yield from _weights(child, f"{path}.{name}")
+            yield Projection(root, path, name, f"{found[1]}b{found[2]}", stacked=True)
+    for name, _ in module.named_children():
+        yield from _weights(root, f"{path}.{name}".removeprefix("."))
 
 
 def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> Roles | None:
@@ -119,7 +120,8 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
     main: dict[str, Projection] = {}
     further: dict[str, tuple[Projection | Rows, ...]] = {}
     unnamed: list[Projection] = []
-    for name, found in _weights(module):
+    for found in _weights(module):
+        name = found.path if found.weight == "weight" else found.name(found.weight)
         words = _words(name)
         letters = "qkv" if name.lower().endswith(_PACKED) else _letters(words - _FURTHER)
         letters = "k" if name.endswith("linear_pos") else letters
@@ -142,26 +144,27 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
         return None
-    for letter, rows in _rows(module, {p.module for p in main.values()}):
+    for letter, rows in _rows(module, {p.path for p in main.values()}):
         further[letter] = (*further.get(letter, ()), rows)
     homes = {c: letters for letters in main for c in letters}
     beside = {c: _beside(module, main, c) if c != "o" else {} for c in homes}
     return Roles({c: replace(main[homes[c]], further=further.get(c, ()), **beside[c]) for c in homes}, homes)
 
 
-def _rows(module: nn.Module, layers: Container[nn.Module]) -> Iterator[tuple[str, Projection | Rows]]:
+def _rows(module: nn.Module, layers: Container[str]) -> Iterator[tuple[str, Projection | Rows]]:
     """Iterate over further rows of factors, and the letters that they belong to.
 
     They are parameters of relative positions that no layer holds, and what torch's layer appends to keys and values.
     """
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         for name, p in owner.named_parameters(recurse=False):
             if name in (*_ADDED, *_SHARED) and p.dim() == 2:
-                yield "q" if name in _ADDED else "k", Rows(owner, name, shared=name in _SHARED)
+                rows = Rows(module, f"{path}.{name}".removeprefix("."), shared=name in _SHARED)
+                yield "q" if name in _ADDED else "k", rows
             elif name in _KEYS and p.dim() == 3:
-                yield "k", Projection(owner, name, conv1d=True)
-            elif name in ("bias_k", "bias_v") and owner in layers:  # else of another meaning
-                yield name[-1], Projection(owner, name, "", conv1d=True)
+                yield "k", Projection(module, path, name, conv1d=True)
+            elif name in ("bias_k", "bias_v") and path in layers:  # else of another meaning
+                yield name[-1], Projection(module, path, name, "", conv1d=True)
 
 
 def holds_keys(module: nn.Module) -> bool:
@@ -173,10 +176,10 @@ def holds_keys(module: nn.Module) -> bool:
 def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> dict[str, Any]:
     """Find a bias that does not lie with its weight."""
     found: dict[str, Any] = {}
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         known = {name for name, p in owner.named_parameters(recurse=False) if p is not None}
         if letter not in main and f"{letter}_bias" in known:
-            found |= {"bias_module": owner, "bias": f"{letter}_bias", "bias_start": 0}
+            found |= {"bias_path": path, "bias": f"{letter}_bias", "bias_start": 0}
         if letter in main and "in_proj_bias" in known:
             found |= {"bias": "in_proj_bias", "bias_start": "qkv".index(letter) * main[letter].dimensions()}
     return found
@@ -209,14 +212,14 @@ class Proposal(NamedTuple):
 
     kind: str
     heads: Sequence[Heads]
-    pairs: Callable[[Heads], Iterable[SymmetricPair]]
+    pairs: Callable[[Heads], Iterable[Claim]]
 
 
 def proposals(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> list[Proposal]:
     """List what the pairs of a layer may be; empty for a layer that is no attention, by the names in it."""
     roles = roles_of(module, idle)
     if roles is not None:
-        of_kind = {k: lambda heads, kind=k: roles.pairs("", **{kind: heads}) for k in ("vo", "qk")}
+        of_kind = {k: lambda heads, kind=k: roles.pairs(**{kind: heads}) for k in ("vo", "qk")}
         return [Proposal(kind, list(possible_heads(roles, kind)), pairs) for kind, pairs in of_kind.items()]
     latent = all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES)
     return list(_latent(module)) if latent else []
@@ -225,14 +228,14 @@ def proposals(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None
 def _latent(m: Any) -> Iterator[Proposal]:
     """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
     nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
-    source = next(found for a in _QUERIES if (found := getattr(m, a, None)) is not None)
-    v, o = Projection(m.kv_b_proj, start=nope, stride=nope + size), Projection(m.o_proj)
+    source = next(a for a in _QUERIES if getattr(m, a, None) is not None)
+    v, o = Projection(m, "kv_b_proj", start=nope, stride=nope + size), Projection(m, "o_proj")
     number = o.dimensions(into=False) // size
-    q, k = Projection(source, stride=Projection(source).dimensions() // number), replace(v, start=0)
-    turned, shared = replace(q, start=nope), Projection(m.kv_a_proj_with_mqa, start=m.kv_lora_rank)
+    q, k = Projection(m, source, stride=Projection(m, source).dimensions() // number), replace(v, start=0)
+    turned, shared = replace(q, start=nope), Projection(m, "kv_a_proj_with_mqa", start=m.kv_lora_rank)
 
     parts = (("vo", v, o, number, size), ("qk", turned, shared, 1, rope), ("qk", q, k, number, nope))
     for kind, one, two, kv_number, width in parts:
         heads = Heads(number, kv_number, width, key_bias_null=False, examined=True)
         if width:
-            yield Proposal(kind, [heads], partial(head_pairs, "", kind, one=one, two=two))
+            yield Proposal(kind, [heads], partial(head_pairs, kind, one=one, two=two))

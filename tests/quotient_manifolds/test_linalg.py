@@ -12,8 +12,8 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.linalg import column_rank_ratio, finite, largest, power_of_two, root, sylvester
+from quotient_manifolds.passes import default_forward, tensors, to_device, tree_map
 from quotient_manifolds.symmetries import verify
-from quotient_manifolds.symmetries.modules import default_forward, tensors, to_device, tree_map
 from tests import networks
 
 # -- linalg -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from quotient_manifolds.optim import (
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
+from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import (
     adapter_pairs,
     apply_random_symmetry_,
@@ -28,7 +29,6 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.certificate import Certification
-from quotient_manifolds.symmetries.modules import Wide
 
 from ..networks import shake
 from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, train, trainable

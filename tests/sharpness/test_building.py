@@ -9,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import sharpness
+from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import (
     GL,
     SymmetricPair,
@@ -18,7 +19,6 @@ from quotient_manifolds.symmetries import (
     registry,
 )
 from quotient_manifolds.symmetries.blocks import Block, block
-from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
 from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import finite, in_double
-from ..modules import check_whole
+from ...weights import check_whole
 from .canonical import canonical_form, write_values
 from .fits import balanced, matched, permutation, refined, rotation, turned
 from .units import Cell, Move, Part, cells_of, unique

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..modules import plain_class
+from ...weights import plain_class
 from .layout import Layout, Sublayer, affine, has, norm, table, wire
 from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import at_least_float32, in_double, standard_normal
+from ...passes import Forward, default_forward
+from ...weights import check_whole, plain_names, running_copy
 from ..blocks import masks
 from ..certificate import Certificate, certify, change, maximum, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
-from ..modules import Forward, check_whole, default_forward, plain_names, running_copy
 from ..pairs import SymmetricPair, in_copy
 from ..stacks import PairList, stacks
 from .kinds import Symmetry, symmetries_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import finite
-from ..modules import check_whole
+from ...weights import check_whole
 from .canonical import canonical_form
 from .fits import assigned
 from .wiring import State, Wiring

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import in_double
+from ...weights import plain_class
 from ..blocks import GL, Block
-from ..modules import plain_class
 from ..pairs import SymmetricPair, merged, usable
 from ..registry import ByClass
 

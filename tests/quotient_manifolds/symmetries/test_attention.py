@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from quotient_manifolds.passes import Wide, widened
 from quotient_manifolds.symmetries import (
     Heads,
     Projection,
@@ -14,7 +15,6 @@ from quotient_manifolds.symmetries import (
     registry,
     verify,
 )
-from quotient_manifolds.symmetries.modules import Wide, widened
 from quotient_manifolds.symmetries.registry import ByClass, candidates
 from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, possible_heads, proposals, roles_of
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from quotient_manifolds.passes import Wide, default_forward, record, tensors
 from quotient_manifolds.symmetries import (
     GL,
     Heads,
@@ -23,7 +24,6 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
-from quotient_manifolds.symmetries.modules import Wide, default_forward, record, tensors
 from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED, merged
 from quotient_manifolds.symmetries.registry import ByClass
 from quotient_manifolds.symmetries.roles import proposals, roles_of

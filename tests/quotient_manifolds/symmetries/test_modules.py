@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quotient_manifolds.passes import Wide, record, widened
 from quotient_manifolds.symmetries import find_symmetric_pairs, verify
-from quotient_manifolds.symmetries.modules import Wide, pointing_to, preserve_model_state, record, widened
+from quotient_manifolds.weights import pointing_to, preserve_model_state
 
 
 class Own(nn.MultiheadAttention):

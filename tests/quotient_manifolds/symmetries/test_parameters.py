@@ -10,6 +10,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.optim import create_quotient_optimizer
+from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import (
     GL,
     NotASymmetryError,
@@ -21,7 +22,6 @@ from quotient_manifolds.symmetries import (
     plain_parameters_,
     verify,
 )
-from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.points import Point
 from sharpness.measures import PairBlock
 

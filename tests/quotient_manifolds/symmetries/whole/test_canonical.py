@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from quotient_manifolds.passes import tree_map
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
-from quotient_manifolds.symmetries.modules import tree_map
 from quotient_manifolds.symmetries.whole import (
     State,
     apply_random_moves_,

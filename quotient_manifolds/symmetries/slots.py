@@ -1,16 +1,17 @@
-"""Where numbers lie in a module, as strided views of its parameters, and the groups that act on their columns."""
+"""Where numbers lie in named weights, as strided views, and the groups that act on their columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg import standard_normal
-from .modules import check_model
+from ..weights import check_model
 
 #: How RoPE pairs dimensions.
 PLANES = ("half", "interleaved")
@@ -111,215 +112,220 @@ def real_view(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A strided view of a parameter, as some rows of a stack with h columns; :func:`block` makes one.
+class Slot:
+    """Where some rows of a stack with h columns lie: a strided view of a weight, by its name; :func:`slot` makes one.
 
-    The parameter is looked up at every use, so the block follows when it is replaced (``load_state_dict(assign=True)``,
-    wrappers). The view is given in real elements of the contiguous parameter of that shape; ``size`` is (rows, h), or
-    (rows, h, 2) for complex columns.
+    The view is given in real elements of a contiguous tensor of the weight's shape. Two slots of the same numbers are
+    equal.
+
+    Attributes
+    ----------
+    name : str
+        The weight's name in the model, as in its state dict.
+    shape : tuple of int
+        Of the whole weight, (…, 2) if it is complex.
+    offset, size, stride
+        Of the view; the size is (rows, h), or (rows, h, 2) for complex columns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import slot
+    >>> keys = slot(torch.nn.Linear(2, 4), "weight", slice(2), transpose=True)
+    >>> keys.size, keys.of(torch.arange(8.0).view(4, 2))
+    ((2, 2), tensor([[0., 2.],
+            [1., 3.]]))
     """
 
-    module: nn.Module = field(repr=False)
-    attribute: str
+    name: str
     shape: tuple[int, ...]
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     @property
-    def tensor(self) -> Tensor:
-        """The whole parameter."""
-        found: Tensor = getattr(self.module, self.attribute)
-        if tuple(found.shape) != self.shape:
-            raise ValueError(
-                f"{self.place} had shape {self.shape} when its symmetries were found and has {tuple(found.shape)} now; "
-                "call find_symmetric_pairs(model) again"
-            )
-        return found
-
-    @property
-    def place(self) -> str:
-        """Description for messages, such as ``"weight of Linear"``."""
-        return f"{self.attribute} of {type(self.module).__name__}"
-
-    @property
-    def key(self) -> tuple[Any, int, tuple[int, ...], tuple[int, ...]]:
-        """Key that is equal for two blocks of the same numbers."""
-        # A parametrised weight is computed anew each time, as a tensor whose id may have been another's.
-        stays = (tensor := self.tensor) is self.tensor
-        where = id(tensor) if stays else (id(self.module), self.attribute)
-        return (where, self.offset, self.size, self.stride)
-
-    @property
     def rows(self) -> int:
-        """Number of rows that the block contributes to its stack."""
+        """Number of rows that the slot contributes to its stack."""
         return self.size[0]
 
     @classmethod
-    def from_view(cls, module: nn.Module, attribute: str, part: Tensor) -> Block:
-        """Describe a view, such as ``w[:2].T``, of the parameter's :func:`outline` w."""
-        shape = tuple(getattr(module, attribute).shape)
-        return cls(module, attribute, shape, int(part.storage_offset()), tuple(part.shape), tuple(part.stride()))
+    def from_view(cls, name: str, whole: Tensor, part: Tensor) -> Slot:
+        """Describe a view, such as ``w[:2].T``, of a weight's :func:`outline` w."""
+        return cls(
+            name, tuple(real_view(whole).shape), int(part.storage_offset()), tuple(part.shape), tuple(part.stride())
+        )
 
-    def part(self, start: int, count: int, rotary: str | None = None) -> Block:
+    def part(self, start: int, count: int, rotary: str | None = None) -> Slot:
         """View some of the columns, as they are or in the planes of two that RoPE rotates."""
         down, right = self.stride
         size = (count,) if rotary is None else (count // 2, 2)
         stride = {None: (right,), "half": (right, right * (count // 2)), "interleaved": (2 * right, right)}[rotary]
-        offset = self.offset + start * right
-        return Block(self.module, self.attribute, self.shape, offset, (self.size[0], *size), (down, *stride))
+        return replace(self, offset=self.offset + start * right, size=(self.rows, *size), stride=(down, *stride))
+
+    def transposed(self) -> Slot:
+        """View the same numbers, columns as rows."""
+        return replace(self, size=self.size[::-1], stride=self.stride[::-1])
+
+    def renamed(self, name_of: Callable[[str], str]) -> Slot:
+        """Return the same place in the weight of another name."""
+        return replace(self, name=name_of(self.name))
 
     def of(self, whole: Tensor) -> Tensor:
-        """View the block in a contiguous tensor of the parameter's shape."""
+        """View the slot in a contiguous tensor of the weight's shape."""
         whole = real_view(whole)
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
+    def read(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """View the slot in the weight of its name."""
+        return self.of(checked(self, weights[self.name]).contiguous())
 
-def outline(module: nn.Module, attribute: str) -> Tensor:
-    """Return a contiguous tensor of a parameter's shape, without memory."""
-    whole: Tensor = getattr(module, attribute)
+
+def checked(slot: Slot, whole: Tensor) -> Tensor:
+    """Return a weight if it has the shape in which a slot lies."""
+    shape = (*whole.shape, 2) if whole.is_complex() else tuple(whole.shape)
+    if shape != slot.shape:
+        raise ValueError(
+            f"{slot.name!r} had shape {slot.shape} when its symmetries were found and has {shape} now; find them again"
+        )
+    return whole
+
+
+def outline(module: nn.Module, name: str) -> Tensor:
+    """Return a contiguous tensor of the shape that a weight of a module has, without memory."""
+    whole: Tensor = attrgetter(name)(module)
     return torch.empty(whole.shape, dtype=torch.complex64 if whole.is_complex() else None, device="meta")
 
 
-def block(
+def slot(
     module: nn.Module,
-    attribute: str,
+    name: str,
     rows: slice = slice(None),
     columns: slice = slice(None),
     *,
     transpose: bool = False,
-) -> Block:
-    """Describe a slice of a parameter as rows of a stack, one column for each of the h dimensions of a head.
+) -> Slot:
+    """Describe a slice of a weight as rows of a stack, one column for each of the h dimensions of a head.
 
     Parameters
     ----------
-    module, attribute
-        Location of the parameter.
+    module : nn.Module
+        The model; for those who write a handler, the module that it is given.
+    name : str
+        The weight's name there, such as ``"self_attn.in_proj_weight"``.
     rows, columns : slice
         The slice; ``columns`` only for matrices. A vector (a bias) is one row; of a tensor with more dimensions (a
         convolution) all but the first count as one.
     transpose : bool
-        The head's dimensions are the rows of the parameter, like the output dimensions of ``nn.Linear``.
+        The head's dimensions are the rows of the weight, like the output dimensions of ``nn.Linear``.
 
     Returns
     -------
-    Block
-        Of size (rows, h). No copy: it follows the parameter. Of columns that RoPE turns in planes,
-        ``.part(0, h, "half")`` or ``"interleaved"`` makes complex ones, of size (rows, h/2, 2).
+    Slot
+        Of size (rows, h). Of columns that RoPE turns in planes, ``.part(0, h, "half")`` or ``"interleaved"`` makes
+        complex ones, of size (rows, h/2, 2).
 
     Raises
     ------
     ValueError
-        The parameter is a single number.
+        The weight is a single number.
 
     Examples
     --------
     The second head's rows of a key projection, and its bias, of 2 heads of size 4:
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import block
+    >>> from quotient_manifolds.symmetries import slot
     >>> keys = nn.Linear(6, 8)
-    >>> block(keys, "weight", slice(4, 8), transpose=True).size, block(keys, "bias", slice(4, 8)).size
+    >>> slot(keys, "weight", slice(4, 8), transpose=True).size, slot(keys, "bias", slice(4, 8)).size
     ((6, 4), (1, 4))
     """
     check_model(module)
-    whole = outline(module, attribute)
+    whole = outline(module, name)
     if whole.dim() == 0:
-        name = f"{attribute} of {type(module).__name__}"
-        raise ValueError(f"{name} is a single number; a block needs a matrix or vector")
-    if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
-        whole = whole.flatten(1)
-    part = whole[None, rows] if whole.dim() == 1 else whole[rows, columns]
-    return Block.from_view(module, attribute, part.T if transpose and whole.dim() == 2 else part)
+        raise ValueError(f"{name!r} of {type(module).__name__} is a single number; a slot needs a matrix or vector")
+    flat = whole.flatten(1) if whole.dim() > 2 else whole  # convolutions, and torch's bias_k of shape (1, 1, width)
+    part = flat[None, rows] if flat.dim() == 1 else flat[rows, columns]
+    return Slot.from_view(name, whole, part.T if transpose and flat.dim() == 2 else part)
 
 
-def masks(blocks: Iterable[Block]) -> dict[Tensor, Tensor]:
-    """Return, for every parameter of some blocks, which of its entries belong to them."""
-    found: dict[Tensor, Tensor] = {}
-    for b in blocks:
-        if (t := b.tensor) not in found:
-            found[t] = torch.zeros(real_view(t).shape, dtype=torch.bool, device=t.device)
-        b.of(found[t]).fill_(True)
+def masks(slots: Iterable[Slot], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, for every weight of some slots, which of its entries belong to them."""
+    found: dict[str, Tensor] = {}
+    for s in slots:
+        if s.name not in found:
+            found[s.name] = torch.zeros(s.shape, dtype=torch.bool, device=weights[s.name].device)
+        s.of(found[s.name]).fill_(True)
     return found
 
 
 class Run(NamedTuple):
-    """Blocks of consecutive points at equal distances in one parameter: (count, rows, h) or (count, rows, h, 2)."""
+    """Slots of consecutive points at equal distances in one weight: (count, rows, h) or (count, rows, h, 2)."""
 
-    block: Block
+    slot: Slot
     points: slice
     rows: slice
 
 
-def _runs_of(column: Sequence[Block], row: int) -> Iterator[Run]:
-    """Join the blocks that lie in the same rows of consecutive points."""
-    ids = [id(b.tensor) for b in column]
+def _runs_of(column: Sequence[Slot], row: int) -> Iterator[Run]:
+    """Join the slots that lie in the same rows of consecutive points."""
     start = 0
     while start < len(column):
-        b = column[start]
+        s = column[start]
         stop, step = start + 1, 0
         while stop < len(column):
             c = column[stop]
             gap = c.offset - column[stop - 1].offset
-            same = ids[stop] == ids[start] and c.size == b.size and c.stride == b.stride
+            same = c.name == s.name and c.size == s.size and c.stride == s.stride
             if not same or gap <= 0 or (step and gap != step):
                 break
             step, stop = gap, stop + 1
-        joined = replace(b, size=(stop - start, *b.size), stride=(step, *b.stride))
-        yield Run(joined, slice(start, stop), slice(row, row + b.rows))
+        joined = replace(s, size=(stop - start, *s.size), stride=(step, *s.stride))
+        yield Run(joined, slice(start, stop), slice(row, row + s.rows))
         start = stop
 
 
-class BlockStack:
-    """The rows of several points, each a list of blocks of the same sizes: read and written as few strided views."""
+class SlotStack:
+    """The rows of several points, each a list of slots of the same sizes: read and written as few strided views."""
 
-    def __init__(self, points: Sequence[Sequence[Block]]) -> None:
+    def __init__(self, points: Sequence[Sequence[Slot]]) -> None:
         self.runs: list[Run] = []
         row = 0
         for column in zip(*points, strict=True):
             self.runs.extend(_runs_of(column, row))
             row += column[0].rows
-        self._shapes = [run.block.shape for run in self.runs]
-        self.shape = (len(points), row, *self.runs[0].block.size[2:]) if self.runs else (len(points), 0)
+        self.names = [run.slot.name for run in self.runs]
+        self.shape = (len(points), row, *self.runs[0].slot.size[2:]) if self.runs else (len(points), 0)
 
-    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
+    def gather(self, weights: Mapping[str, Tensor], like: Tensor | None = None) -> Tensor:
+        """Copy the rows, (points, rows, h[, 2]), differentiably; absent weights are zeros of the kind of ``like``."""
         columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
-            p = run.block.tensor
-            source = p if tensors is None else tensors.get(p)
-            if source is None:  # not p.new_zeros, which for a shard would be one
-                view = torch.zeros(run.block.size, dtype=p.dtype.to_real(), device=p.device)
+            if like is None or run.slot.name in weights:
+                view = run.slot.read(weights)
             else:
-                view = run.block.of(source.contiguous())
+                view = torch.zeros(run.slot.size, dtype=like.dtype.to_real(), device=like.device)
             columns.setdefault(run.rows.start, []).append(view)
         return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 
-    def parameters(self) -> list[Tensor]:
-        """List the parameter of each run."""
-        found = [getattr(run.block.module, run.block.attribute) for run in self.runs]
-        return found if [p.shape for p in found] == self._shapes else [run.block.tensor for run in self.runs]
-
     def views(self, rows: Tensor, tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of rows, run by run, and of tensors in place of the parameters; None counts as zero."""
+        """Return views of rows, run by run, and of the weights of the runs, which are given; None counts as zero."""
         of_rows, of_tensors = list[Tensor](), list[Tensor]()
-        for (b, points, own_rows), tensor in zip(self.runs, tensors, strict=True):
+        for (s, points, own_rows), tensor in zip(self.runs, tensors, strict=True):
             of_rows.append(rows[points, own_rows])
             if tensor is None:
-                of_tensors.append(rows.new_zeros(b.size))
-            else:  # Block.of in place: this runs for every block at every step
+                of_tensors.append(rows.new_zeros(s.size))
+            else:  # Slot.of in place: this runs for every slot at every step
                 whole = tensor if tensor.is_contiguous() else tensor.contiguous()
                 whole = real_view(whole) if whole.is_complex() else whole
-                of_tensors.append(whole.as_strided(b.size, b.stride, whole.storage_offset() + b.offset))
+                of_tensors.append(whole.as_strided(s.size, s.stride, whole.storage_offset() + s.offset))
         return of_rows, of_tensors
 
     @torch.no_grad()
-    def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Write rows into the parameters, or into their replacements in ``tensors``, by one call."""
+    def scatter_(self, rows: Tensor, weights: Mapping[str, Tensor]) -> None:
+        """Write rows into the weights, by one call."""
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
-        parameters = self.parameters()
-        targets = parameters if tensors is None else [tensors.get(p, p) for p in parameters]
+        targets = [checked(run.slot, weights[run.slot.name]) for run in self.runs]
         wholes = {t: t.contiguous() for t in targets}
         parts, views = self.views(rows, map(wholes.get, targets))
         torch._foreach_copy_(views, parts)

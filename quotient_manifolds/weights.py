@@ -1,11 +1,11 @@
-"""Torch models and their batches: names, classes and copies, and passes without side effects."""
+"""The one door to a model: names of its weights, other values in their place, what restores it, and its copies."""
 
 from __future__ import annotations
 
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeGuard
@@ -14,17 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from .._geoopt import ManifoldParameter
-from ..linalg import at_least_float32, has_double
+from ._geoopt import ManifoldParameter
+from .linalg import at_least_float32, has_double
+from .passes import Forward, Run, Shared, Wide, drawing_again, floats, tensors, to_device, widened
 
-#: Positional and keyword arguments.
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-#: What passes a batch through a model, and what passes its own batch, perhaps changed, and returns the outputs.
-Forward = Callable[[nn.Module, Any], Any]
-Run = Callable[..., list[Tensor]]
 #: Attributes of modules that are False meanwhile. Without the second, bitsandbytes packs a layer's 4-bit weights for
 #: inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through the
 #: layer, and its old weights no longer fit. With the third, gradients are sparse and have no derivatives. With the
@@ -37,8 +32,6 @@ _SWITCHES: dict[str, tuple[type, ...]] = {
         ("require_forward_param_sync", "require_backward_grad_sync", "static_graph"), (DistributedDataParallel,)
     ),
 }
-_NARROW = {torch.float32, torch.float16, torch.bfloat16}
-_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
 
 def check_model(model: object) -> None:
@@ -83,7 +76,20 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
     prefix = ""
     while names and all(name.startswith(f"{prefix}module.") for name in names):  # else a layer has this name
         prefix += "module."
-    return lambda name: name.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix(prefix)
+    return lambda name: f"{name}.".replace("_orig_mod.", "").removeprefix(prefix).removesuffix(".")
+
+
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by their plain names; one of several names is the first."""
+    plain = plain_names(model)
+    return {plain(name): p for name, p in model.named_parameters()}
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return for every further name of tied weights the first one, under which :func:`weights_of` has them."""
+    plain, first = plain_names(model), {id(p): name for name, p in weights_of(model).items()}
+    every = ((plain(name), first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: one for name, one in every if name != one}
 
 
 def plain_class(module: nn.Module) -> type:
@@ -91,47 +97,6 @@ def plain_class(module: nn.Module) -> type:
     cls = type(module)
     sharded = 2 if cls.__mro__[1].__name__ == "FSDPModule" else 0  # torch 2.7 does not say
     return cls.__mro__[1 if parametrize.is_parametrized(module) else getattr(cls, "_orig_cls_mro_index", sharded)]
-
-
-class Shared:
-    """What is set for all threads at once: the first user switches it, and the last one puts it back.
-
-    ``switch(undo)`` appends what undoes a change, any number of times, to a list before it makes the change.
-    """
-
-    def __init__(self, switch: Callable[[list[Callable[[], object]]], object]) -> None:
-        self._lock, self._users, self._switch = threading.RLock(), set[int](), switch
-        self._undo: list[Callable[[], object]] = []
-
-    def use(self, user: int, *, on: bool) -> None:
-        """Switch it, or put it back when the last user has finished; a second call is harmless."""
-        try:
-            self._lock.acquire()
-            if on:
-                first = not self._users
-                self._users.add(user)
-                if first:
-                    self._switch(self._undo)
-            else:
-                if self._users == {user}:
-                    for undo in self._undo:
-                        undo()
-                    self._undo.clear()
-                self._users.discard(user)
-        finally:
-            with suppress(RuntimeError):  # of a lock that is free
-                while True:  # as often as calls took it that an interrupt ended: other threads would wait for ever
-                    self._lock.release()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Switch it for the time of a ``with``."""
-        user = object()
-        try:
-            self.use(id(user), on=True)
-            yield
-        finally:
-            self.use(id(user), on=False)
 
 
 def _leave_shortcuts(undo: list[Callable[[], object]]) -> None:
@@ -143,25 +108,7 @@ def _leave_shortcuts(undo: list[Callable[[], object]]) -> None:
         parametrize._cache_enabled = 0
 
 
-def _run_eagerly(undo: list[Callable[[], object]]) -> None:
-    stance = torch.compiler.set_stance("force_eager")
-    undo.append(partial(stance.__exit__, None, None, None))
-
-
 _shortcuts = Shared(_leave_shortcuts)
-#: Compiled code runs neither hooks nor modes.
-eager = Shared(_run_eagerly)
-#: Held while a thread draws what it will draw again, for torch's generators are those of all threads.
-_drawing = threading.RLock()
-
-
-@contextmanager
-def drawing_again(devices: list[int]) -> Iterator[None]:
-    """Draw from torch's generators, one thread at a time, and put them back."""
-    with _drawing, torch.random.fork_rng(devices):
-        yield
-
-
 #: The threads that move weights, by the weights' ids.
 _movers: dict[int, int] = {}
 
@@ -294,16 +241,17 @@ def drop_caches(module: nn.Module, *_: Any) -> None:
 
 
 @contextmanager
-def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Let parameters point to copies; their own storage is untouched and is restored even after an error.
+def pointing_to(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let parameters point to other values, by name; their own storage is untouched, and restored even after an error.
 
-    Where a copy is wider than its parameter, all half-precision parameters and buffers of the model are float32
+    Where a value is wider than its parameter, all half-precision parameters and buffers of the model are float32
     meanwhile: next to w, bfloat16 has no numbers closer than w (1 ± 2⁻⁸), so that nearly all of a small ξ would be
     rounded away, in the weights and again by autocast, which casts them before every product. A frozen base in half
     precision below float32 adapters stays as it is.
     """
-    data = dict(copies)
-    if any(p.dtype != copy.dtype for p, copy in copies.items()):
+    weights = weights_of(model)
+    data: dict[Tensor, Tensor] = {weights[name]: value for name, value in values.items()}
+    if any(p.dtype != value.dtype for p, value in data.items()):
         others = (t for t in (*model.parameters(), *model.buffers()) if t not in data and is_narrow(t))
         data |= {t: t.data.to(at_least_float32(t.dtype)) for t in others}
     original, cached, hooks, claimed = dict[Tensor, Tensor](), caching(model), list[RemovableHandle](), list[int]()
@@ -342,28 +290,6 @@ def copied(model: Any) -> Any:
     """Copy a model, without the graphs of tensors that it has kept from a pass (pruning, weight norm, caches)."""
     kept = (t for m in model.modules() for t in tensors(vars(m)) if not t.is_leaf)
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in kept})
-
-
-def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
-    """Run a model and keep the inputs of the first call of each module, without caches of earlier tokens."""
-    calls: dict[str, Call] = {}
-
-    def plain(value: Any) -> Any:
-        return None if type(value).__name__.endswith("Cache") else value
-
-    def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(name, (tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}))
-
-    with ExitStack() as hooks, torch.no_grad(), eager():
-        for name, module in wanted.items():
-            hooks.callback(module.register_forward_pre_hook(partial(keep, name), with_kwargs=True).remove)
-        run()
-    return calls
-
-
-def widened(batch: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """Copy a batch, with floating-point tensors in another dtype; autograd may keep copies of inference tensors."""
-    return tree_map(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True), batch)
 
 
 @contextmanager
@@ -408,107 +334,3 @@ def _dequantize_4bit_(model: nn.Module) -> None:
         units = torch.eye(layer.in_features, device=layer.weight.device)
         weight = (layer(units) - layer(0 * units)).mT.double()
         layer.forward = MethodType(lambda own, x, weight=weight: nn.functional.linear(x, weight, own.bias), layer)
-
-
-#: What makes tensors of numbers that are given.
-_NUMBERS = {torch.full, torch.tensor, torch.scalar_tensor, torch.arange, torch.linspace}
-
-
-class Wide(TorchFunctionMode):
-    """Turn every cast to a narrower floating-point type into one to float64: ``with Wide(): model(batch)``.
-
-    So is the default dtype of what is made, which torch keeps for all threads and which is left alone.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _CASTS:
-            return args[0].double()
-        given = kwargs or {}
-        if func in _NUMBERS and not given.get("dtype") and float in map(type, (*args, *given.values())):
-            kwargs = {**given, "dtype": torch.float64}  # single precision may not hold them
-        if len(args) > 1 or kwargs:  # attributes of tensors, which are read all the time, have one argument
-            args, kwargs = tuple(_wide(a) for a in args), {k: _wide(a) for k, a in (kwargs or {}).items()}
-        result = func(*args, **(kwargs or {}))
-        made = isinstance(result, Tensor) and result.dtype in _NARROW and not floats([args, kwargs or {}])
-        return result.double() if made else result
-
-
-def _wide(argument: Any) -> Any:
-    return torch.float64 if isinstance(argument, torch.dtype) and argument in _NARROW else argument
-
-
-def tensors(batch: Any) -> Iterator[Tensor]:
-    """Walk through the tensors of a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for item in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors(item)
-
-
-def floats(batch: Any) -> list[Tensor]:
-    """List the floating-point tensors of a batch, or of what a model returns."""
-    return [t for t in tensors(batch) if t.is_floating_point()]
-
-
-def tree_map(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Apply a function to every tensor of a batch.
-
-    Mappings become dicts; objects that are not containers are returned unchanged.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries.modules import tree_map
-    >>> tree_map(lambda t: t + 1, {"x": torch.zeros(2), "name": "first"})
-    {'x': tensor([1., 1.]), 'name': 'first'}
-    """
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {k: tree_map(change, v) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(tree_map(change, v) for v in batch))
-    if isinstance(batch, (list, tuple)):
-        parts = [tree_map(change, v) for v in batch]
-        return parts if isinstance(batch, list) else tuple(parts)
-    return batch
-
-
-def default_forward(model: nn.Module, batch: Any) -> Any:
-    """Call a model: ``model(**batch)`` for a mapping, ``model(x)`` for a pair (x, y), else ``model(batch)``.
-
-    Parameters
-    ----------
-    model : nn.Module
-    batch : mapping, sequence or Tensor
-
-    Returns
-    -------
-    object
-        What the model returns.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import default_forward
-    >>> inputs, labels = torch.ones(8, 5), torch.zeros(8)
-    >>> default_forward(torch.nn.Linear(5, 2), (inputs, labels)).shape
-    torch.Size([8, 2])
-    """
-    if isinstance(batch, (Mapping, list, tuple)) and next(tensors(batch), None) is None:
-        raise ValueError(f"the batch, of type {type(batch).__name__}, holds no tensor; give a mapping or a pair (x, y)")
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (list, tuple)):
-        return model(batch[0])
-    return model(batch)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch to a device; a batch that is already there is returned unchanged.
-
-    Tensors made under ``torch.inference_mode``, which autograd cannot keep, are copied.
-    """
-    stays = all(t.device == device and not t.is_inference() for t in tensors(batch))
-    return batch if stays else tree_map(lambda t: t.to(device, copy=t.is_inference()), batch)

@@ -1,0 +1,122 @@
+"""What a network does not see of its weights, as one value."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
+
+
+@dataclass(frozen=True)
+class Symmetries:
+    """The continuous symmetries of a network's weights: a value of names and numbers, without the network.
+
+    Attributes
+    ----------
+    pairs : tuple of SymmetricPair
+        The weights that the network sees only through products.
+    refused : tuple of Refusal
+        What has no symmetry, or none that can be used, and why.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find
+    >>> print(found := find(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)))
+    self_attn qk    2 × GL(4), 9+9 rows
+    self_attn vo    2 × GL(4), 9+8 rows
+    >>> found.dimension, len(found.restricted(["self_attn.in_proj_weight"]).pairs)
+    (64, 0)
+    """
+
+    pairs: tuple[SymmetricPair, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+    @classmethod
+    def of_claims(cls, claims: Iterable[Claim]) -> Symmetries:
+        """Sort pairs and refusals."""
+        claims = list(claims)
+        pairs = tuple(p for p in claims if isinstance(p, SymmetricPair))
+        return cls(pairs, tuple(p for p in claims if isinstance(p, Refusal)))
+
+    @property
+    def dimension(self) -> int:
+        """Number of real parameters of the group."""
+        return sum(p.dimension for p in self.pairs)
+
+    def restricted(self, names: Iterable[str]) -> Symmetries:
+        """Return what is left where only the weights of some names move.
+
+        Pairs with other weights are refused. Of two with the same weights, as LoRA's factors that also are rows of an
+        attention pair, that of the attention stays.
+        """
+        moving = set(names)
+        inside = [p for p in self.pairs if moving.issuperset(p.names)]
+        taken = {name for p in inside if p.kind != "lora" for name in p.names}
+        found, out = list[SymmetricPair](), list(self.refused)
+        for p in self.pairs:
+            still = [name for name in p.names if name not in moving]
+            if still:
+                out.append(refused(p, Cause.FROZEN, ", ".join(sorted(still))))
+            elif p.kind == "lora" and not taken.isdisjoint(p.names):
+                out.append(refused(p, Cause.OVERLAPS, "that of the attention, whose weights are trained"))
+            else:
+                found.append(p)
+        return Symmetries(tuple(found), tuple(out))
+
+    def adding(self, *pairs: SymmetricPair) -> Symmetries:
+        """Add pairs of your own.
+
+        Raises
+        ------
+        ValueError
+            One has the name of another, or shares a slot with it.
+        """
+        check_pairs(pairs)
+        taken = {s: p.name for p in self.pairs for s in p.slots}
+        names = {p.name for p in (*self.pairs, *self.refused)}
+        for p in pairs:
+            if p.name in names:
+                raise ValueError(f"two pairs are called {p.name!r}; give each of yours another name: pair(…, name=…)")
+            names.add(p.name)
+            for s in p.slots:
+                if s in taken:
+                    raise ValueError(f"pair {p.name!r} uses a slot that already belongs to pair {taken[s]!r}")
+            taken.update(dict.fromkeys(p.slots, p.name))
+        mine = {s.name for p in pairs for s in p.slots}
+        left = tuple(r for r in self.refused if r.cause is not Cause.UNNAMED or not _holds(r.module, mine))
+        return Symmetries((*self.pairs, *pairs), left)
+
+    def without_null(self) -> Symmetries:
+        """Divide the key biases out too: they add one number to all scores of a query, which softmax ignores.
+
+        Left in H as one more row, as in the paper, moving one has a length, and sharpness depends on its value. (Under
+        RoPE it is not a null direction, and stays.)
+        """
+        return replace(self, pairs=tuple(replace(p, H=tuple(s for s in p.H if s not in p.null)) for p in self.pairs))
+
+    def of_full_rank(self) -> Symmetries:
+        """Refuse the pairs whose factors have fewer rows than columns; they are no points of a manifold."""
+        thin = [refused(p, Cause.THIN, f"{p.group.h} columns, {p.n} and {p.m} rows") for p in self.pairs if p.thin]
+        return Symmetries(tuple(p for p in self.pairs if not p.thin), (*self.refused, *thin))
+
+    def of_kind(self, kinds: Collection[str]) -> Symmetries:
+        """Return the pairs of some kinds."""
+        return replace(self, pairs=tuple(p for p in self.pairs if p.kind in kinds))
+
+    def __str__(self) -> str:
+        lines: Counter[tuple[str, str]] = Counter()
+        for p in (*self.pairs, *self.refused):
+            place = p.name if p.head is None else f"{p.module} {p.kind}"
+            what = f"none ({p.reason})" if isinstance(p, Refusal) else f"{p.group}, {p.n}+{p.m} rows"
+            lines[place, what] += 1
+        wide = max((len(place) for place, _ in lines), default=0)
+        rows = [f"{place:<{wide}}  {count:>3} × {what}" for (place, what), count in lines.items()]
+        return "\n".join(rows) or "no symmetric pairs"
+
+
+def _holds(module: str, names: Iterable[str]) -> bool:
+    """Return whether a module holds a weight of some names."""
+    return any(name.startswith(f"{module}.") for name in names)
