@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
-from .symmetries.blocks import masks
-from .symmetries.discovery import find_symmetric_pairs
+from .symmetries.discovery import ALL, find
+from .symmetries.found import Symmetries
 from .symmetries.pairs import SymmetricPair
+from .symmetries.slots import masks
 from .symmetries.stacks import stacks
 from .symmetries.whole import Wiring, align_models, canonical_form
-from .weights import check_whole
+from .weights import check_whole, weights_of
 
 
 @dataclass(frozen=True)
@@ -127,36 +129,55 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mod
         check_whole(model)
     if modulo == "all":
         return _aligned_distance(one, other, metric)
-    both = (find_symmetric_pairs(model, include_frozen=True) for model in (one, other))
+    both = [find(model).restricted(_measured(model)).of_full_rank() for model in (one, other)]
     first, second, skipped = _comparable(*both)
-    return _distance(first, second, skipped, metric)
+    return _distance(Side(first, weights_of(one)), Side(second, weights_of(other)), skipped, metric)
 
 
-def _distance(
-    first: list[SymmetricPair], second: list[SymmetricPair], skipped: dict[str, str], metric: str
-) -> ModelDistance:
+class Side(NamedTuple):
+    """Pairs, and the weights that they are pairs of."""
+
+    pairs: list[SymmetricPair]
+    weights: Mapping[str, Tensor]
+
+    def points(self, chosen: Sequence[SymmetricPair]) -> Tensor:
+        """Stack points, half precision as float32; first factors are multiplied by the scale of their product."""
+        x = torch.stack([p.gather(self.weights).detach() for p in chosen])
+        x = x.to(at_least_float32(x.dtype))
+        for own, p in zip(x, chosen, strict=True):
+            own[..., : p.n, :] *= p.scale
+        return x
+
+
+def _measured(model: nn.Module) -> list[str]:
+    """Name the weights that distances are of: all, but those beneath adapters."""
+    names = list(weights_of(model))
+    adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+    beneath = {name for name in names if ".lora_" not in name and any(name.startswith(f"{a}.") for a in adapted)}
+    return [name for name in names if name not in beneath]
+
+
+def _distance(first: Side, second: Side, skipped: dict[str, str], metric: str) -> ModelDistance:
     """Compute the distances of pairs in the order in which they stand."""
-    partner, found = dict(zip(map(id, first), second, strict=True)), dict[int, PairDistance]()
-    for stack in stacks(first):
-        x, y = (_scaled_points(side) for side in (stack.pairs, [partner[id(p)] for p in stack.pairs]))
+    partner, found = dict(zip(first.pairs, second.pairs, strict=True)), dict[SymmetricPair, PairDistance]()
+    for stack in stacks(first.pairs, first.weights):
+        x, y = first.points(stack.pairs), second.points([partner[p] for p in stack.pairs])
         y = y.to(x.device)
         sound = _full_rank(x, stack.n) & _full_rank(y, stack.n)
         d = in_double(torch.full_like(sound, torch.nan, dtype=torch.float32))
         d[sound.to(d.device)] = stack.manifold(metric).dist(in_double(x[sound]), in_double(y[sound]), on_error="nan")
         # A diagonal group: every column is a separate pair.
         for p, distance in zip(stack.pairs, d.reshape(len(stack), -1).norm(dim=1).tolist(), strict=True):
-            found[id(p)] = PairDistance(p.name, p.module, p.kind, p.head, partner[id(p)].head, distance)
-    distances = tuple(found[id(p)] for p in first)
+            found[p] = PairDistance(p.name, p.module, p.kind, p.head, partner[p].head, distance)
+    distances = tuple(found[p] for p in first.pairs)
     lost = "no geodesic was found, or a factor lacks full column rank in one of the models (as LoRA's B = 0)"
     return ModelDistance(metric, distances, skipped | {d.name: lost for d in distances if math.isnan(d.distance)})
 
 
-def _comparable(
-    *both: Sequence[SymmetricPair],
-) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
-    """Return the pairs of two models that have a group, and the names of the others with the reason."""
-    skipped = {p.name: p.reason for side in both for p in side if p.group is None}
-    first, second = ([p for p in side if p.group is not None] for side in both)
+def _comparable(*both: Symmetries) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
+    """Return the pairs of two models, and the names of what is refused with the reason."""
+    skipped = {r.name: r.reason for side in both for r in side.refused}
+    first, second = (list(side.pairs) for side in both)
     if not first and not second:
         reasons = "; ".join(dict.fromkeys(skipped.values())) or "attention of no known kind, and no LoRA"
         raise ValueError(f"the models have no pairs that can be compared: {reasons}")
@@ -169,15 +190,6 @@ def _comparable(
     return first, second, skipped
 
 
-def _scaled_points(pairs: Sequence[SymmetricPair]) -> Tensor:
-    """Stack points, half precision as float32; first factors are multiplied by the scale of their product."""
-    x = torch.stack([p.gather().detach() for p in pairs])
-    x = x.to(at_least_float32(x.dtype))
-    for own, p in zip(x, pairs, strict=True):
-        own[..., : p.n, :] *= p.scale
-    return x
-
-
 def _full_rank(x: Tensor, n: int) -> Tensor:
     """Return for each point whether it is finite and both factors have full column rank; (…)."""
     finite, x = x.isfinite().all(-1).all(-1), x.nan_to_num(0, 0, 0)
@@ -188,24 +200,25 @@ def _full_rank(x: Tensor, n: int) -> Tensor:
 def _aligned_distance(one: nn.Module, other: nn.Module, metric: str) -> ModelDistance:
     """Align two models, and compute the distances of their pairs and of the vectors outside."""
     aligned, found = align_models(one, other)
-    forms = [canonical_form(model.requires_grad_()) for model in (found.reference, aligned)]
-    first, second, skipped = _comparable(*(form.pairs for form in forms))
-    result, pairs = _distance(first, second, skipped, metric), []
+    models = (found.reference, aligned)
+    forms = [canonical_form(weights_of(m), find(m, kinds=ALL).of_full_rank()) for m in models]
+    first, second, skipped = _comparable(*(form.symmetries for form in forms))
+    mine, theirs = (weights_of(m) for m in models)
+    result, pairs = _distance(Side(first, mine), Side(second, theirs), skipped, metric), []
     for d in result.pairs:
         if d.module in found.element.cells and d.head is not None:
             heads = sorted({p.head for p in first if p.module == d.module and p.head is not None})
             order = found.element.cells[d.module].order
             d = replace(d, other_head=heads[int(order[heads.index(d.head)])])
         pairs.append(d)
-    covered = masks(b for p in first for b in p.G + p.H)
-    rows = {b.tensor: b for b in (forms[0].wiring or Wiring()).vectors}
-    theirs = dict(aligned.named_parameters())
-    for name, p in found.reference.named_parameters():
+    covered = masks((s for p in first for s in p.slots), mine)
+    rows = {s.name: s for s in (forms[0].symmetries.wiring or Wiring()).vectors}
+    for name, p in mine.items():
         none = torch.zeros_like(p, dtype=torch.bool)
-        inside = covered.get(p, none) | forms[0].constant.get(p, none)
+        inside = covered.get(name, none) | forms[0].constant.get(name, none)
         if not bool(inside.all()):
             parts = (in_double(t.detach().masked_fill(inside, 0)).contiguous() for t in (p, theirs[name]))
-            a, b = (rows[p].of(t) if p in rows else t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in parts)
+            a, b = (rows[name].of(t) if name in rows else t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in parts)
             pairs.append(PairDistance(name, name.rpartition(".")[0], "vectors", None, None, _path(a, b)))
     lost = {
         d.name: "a vector is 0 in one of the models" for d in pairs if d.kind == "vectors" and math.isnan(d.distance)

@@ -14,12 +14,13 @@ from .stacks import PairStack, stacks
 if TYPE_CHECKING:
     from ..compare import ModelDistance, PairDistance, model_distance
     from .attention import Heads, Projection, attention_pairs
-    from .discovery import apply_random_symmetry_, find, verify
+    from .discovery import ALL, apply_random_symmetry_, find, verify
     from .parameters import manifold_parameters_, plain_parameters_
     from .registry import UnknownAttentionError, check_coverage, register_attention, skip
 
 
 __all__ = [
+    "ALL",
     "GL",
     "Cause",
     "Certificate",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..passes import Forward, Run, Wide, default_forward
-from ..weights import check_model, check_whole, is_point, running_copy, weights_of
+from ..weights import check_model, check_whole, is_point, plain_names, running_copy, weights_of
 from .certificate import ROUNDING, Certificate, broken, certify, change, move_stacks_, moved, output_gradients
 from .examination import examine_model
 from .found import Symmetries
@@ -23,11 +23,21 @@ from .points import point_pairs
 from .registry import handler_of
 from .stacks import stacks
 
+#: What :func:`find` finds by default, and all that it can be asked for.
+PAIRS = ("heads", "lora", "points")
+ALL = (*PAIRS, "neurons", "stream")
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
-def find(model: nn.Module, batch: Any = None, *, forward: Forward = default_forward) -> Symmetries:
-    """Find the continuous symmetries of a model's attention and LoRA weights.
+def find(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    kinds: Collection[str] = PAIRS,
+    classes: bool = False,
+    forward: Forward = default_forward,
+) -> Symmetries:
+    """Find the continuous symmetries of a model's weights.
 
     Whether weights are trained does not matter: ``find(model).restricted(names)`` is what is left where only some move.
 
@@ -40,6 +50,12 @@ def find(model: nn.Module, batch: Any = None, *, forward: Forward = default_forw
         A batch for ``forward``. Attention modules of unknown classes are then examined one by one, each alone and in
         float64, on the inputs that they get from this batch; and everything that is found has to leave the outputs of a
         float64 copy of the whole model as they are when it moves, see ``docs/math/certificate.md``.
+    kinds : collection of {"heads", "lora", "points", "neurons", "stream"}
+        What to look for: attention heads, LoRA adapters, points of a quotient among the parameters; and, of networks
+        whose wiring is known (:func:`~quotient_manifolds.symmetries.whole.register_wiring`), hidden neurons, and what
+        lies around the streams: norms, biases, embeddings, rotations. ``ALL`` of them, or by default the first three.
+    classes : bool
+        The logits are used only through a softmax, so a constant added to all of them is a symmetry too.
     forward : callable
         ``forward(model, batch)``, by default as for :func:`sharpness.evaluate`, without its loss.
 
@@ -65,28 +81,32 @@ def find(model: nn.Module, batch: Any = None, *, forward: Forward = default_forw
     >>> find(layer).dimension
     64
     """
+    if isinstance(kinds, str) or not set(kinds) <= set(ALL):
+        raise ValueError(f"kinds is a collection of {', '.join(ALL)}, got {kinds!r}")
     if batch is None:
-        return _claimed(model, None)
-    check_whole(model)
-    found = _claimed(model, functools.partial(forward, model, batch))
-    return _certified(model, found, batch, forward)
+        found = _claimed(model, None, kinds)
+    else:
+        check_whole(model)
+        claimed = _claimed(model, functools.partial(forward, model, batch), kinds)
+        found = _certified(model, claimed, batch, forward)
+    return found if {"neurons", "stream"}.isdisjoint(kinds) else _with_wiring(model, found, kinds, classes)
 
 
-def _claimed(model: nn.Module, run: Run | None) -> Symmetries:
+def _claimed(model: nn.Module, run: Run | None, kinds: Collection[str] = PAIRS) -> Symmetries:
     """List what handlers and examinations claim, before the outputs of the whole model decide."""
     check_model(model)
     placed = placing(model)
-    examined = {} if run is None else examine_model(model, run)
+    examined = {} if run is None or "heads" not in kinds else examine_model(model, run)
     found: list[Claim] = []
     for path, module in model.named_modules():
-        handler = handler_of(module)
+        handler = handler_of(module) if "heads" in kinds else None
         claims = [] if handler is None else list(handler(module))
-        claims += lora_pairs(module) if is_lora(module) else []
+        claims += lora_pairs(module) if is_lora(module) and "lora" in kinds else []
         found += placed([*claims, *examined.get(path, ())], path)
     found = settled(found, model)
     if prefix_tuned(model):
         found = [p if p.kind == "lora" else refused(p, Cause.BROKEN, _PREFIXED) for p in found]
-    return Symmetries.of_claims(_with_points(model, found))
+    return Symmetries.of_claims(_with_points(model, found) if "points" in kinds else found)
 
 
 def _with_points(model: nn.Module, claims: list[Claim]) -> list[Claim]:
@@ -97,6 +117,24 @@ def _with_points(model: nn.Module, claims: list[Claim]) -> list[Claim]:
     computed = {p.module for p in points.values() if p.kind != "point"}
     kept = [p for p in claims if isinstance(p, SymmetricPair) or p.name in points or p.module not in computed]
     return [points.pop(p.name, p) for p in kept] + list(points.values())
+
+
+def _with_wiring(model: nn.Module, found: Symmetries, kinds: Collection[str], classes: bool) -> Symmetries:
+    """Add the symmetries of hidden neurons, and those around the streams."""
+    from .whole.listing import actions_of  # what heads alone do not need
+    from .whole.wiring import wiring_of
+
+    wiring, weights, plain = wiring_of(model), weights_of(model), plain_names(model)
+    claims = settled([] if wiring is None else wiring.neurons, model)
+    neurons = Symmetries.of_claims(claims if "neurons" in kinds else [])
+    found = replace(found, pairs=found.pairs + neurons.pairs, refused=found.refused + neurons.refused, wiring=wiring)
+    if "stream" not in kinds:
+        return found
+    # Beside a key that is always zero, attention weights do not sum to 1.
+    zero_key = {plain(path) for path, m in model.named_modules() if getattr(m, "add_zero_attn", False)}
+    heads = [p for p in found.pairs if p.module not in zero_key]
+    actions, refusals = actions_of(wiring, heads, weights, classes=classes)
+    return replace(found, actions=tuple(actions), refused=found.refused + tuple(refusals))
 
 
 @torch.no_grad()
@@ -113,7 +151,7 @@ def _certified(model: nn.Module, found: Symmetries, batch: Any, forward: Forward
             cause = Cause.FAILED
             why = f"in the whole model: {type(error).__name__}: {error}".splitlines()[0]
     out = tuple(refused(p, cause, why) for p in found.pairs if wrong(p))
-    return Symmetries(tuple(p for p in found.pairs if not wrong(p)), (*found.refused, *out))
+    return replace(found, pairs=tuple(p for p in found.pairs if not wrong(p)), refused=(*found.refused, *out))
 
 
 @torch.no_grad()

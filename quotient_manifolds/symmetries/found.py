@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
+
+if TYPE_CHECKING:
+    from .whole.kinds import Action
+    from .whole.wiring import Wiring
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,10 @@ class Symmetries:
         The weights that the network sees only through products.
     refused : tuple of Refusal
         What has no symmetry, or none that can be used, and why.
+    actions : tuple of Action
+        All other symmetries, in the order of folding.
+    wiring : Wiring or None
+        How the network is wired, if it was asked for and is known.
 
     Examples
     --------
@@ -33,6 +42,8 @@ class Symmetries:
 
     pairs: tuple[SymmetricPair, ...] = ()
     refused: tuple[Refusal, ...] = ()
+    actions: tuple[Action, ...] = field(default=(), repr=False)
+    wiring: Wiring | None = field(default=None, repr=False)
 
     @classmethod
     def of_claims(cls, claims: Iterable[Claim]) -> Symmetries:
@@ -44,27 +55,55 @@ class Symmetries:
     @property
     def dimension(self) -> int:
         """Number of real parameters of the group."""
-        return sum(p.dimension for p in self.pairs)
+        return sum(self.dimensions.values())
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The dimension of every kind of symmetry."""
+        found: Counter[str] = Counter()
+        for each in (*self.pairs, *self.actions):
+            found[each.kind] += each.dimension
+        return dict(found)
+
+    @property
+    def wired(self) -> bool:
+        """Whether an adapter describes the network; else only heads and key biases are known."""
+        return self.wiring is not None and bool(self.wiring.sites)
 
     def restricted(self, names: Iterable[str]) -> Symmetries:
         """Return what is left where only the weights of some names move.
 
         Pairs with other weights are refused. Of two with the same weights, as LoRA's factors that also are rows of an
-        attention pair, that of the attention stays.
+        attention pair, that of the attention stays. A symmetry without those that must be folded before it is refused.
         """
         moving = set(names)
-        inside = [p for p in self.pairs if moving.issuperset(p.names)]
-        taken = {name for p in inside if p.kind != "lora" for name in p.names}
+        whole = [p for p in self.pairs if moving.issuperset(p.names)]
+        taken = {name for p in whole if p.kind != "lora" for name in p.names}
         found, out = list[SymmetricPair](), list(self.refused)
         for p in self.pairs:
-            still = [name for name in p.names if name not in moving]
-            if still:
-                out.append(refused(p, Cause.FROZEN, ", ".join(sorted(still))))
+            if still := sorted(set(p.names) - moving):
+                out.append(refused(p, Cause.FROZEN, ", ".join(still)))
             elif p.kind == "lora" and not taken.isdisjoint(p.names):
                 out.append(refused(p, Cause.OVERLAPS, "that of the attention, whose weights are trained"))
             else:
                 found.append(p)
-        return Symmetries(tuple(found), tuple(out))
+        actions = [a for a in self.actions if moving.issuperset(a.names)]
+        while lost := [a for a in actions if not {b.label for b in actions}.issuperset(a.after)]:
+            actions = [a for a in actions if a not in lost]
+        kept = {a.label for a in actions}
+        for a in self.actions:
+            if a.label not in kept:
+                still = sorted(set(a.names) - moving)
+                out.append(
+                    Refusal(
+                        a.name,
+                        a.kind,
+                        Cause.FROZEN if still else Cause.UNFOLDED,
+                        ", ".join(still or a.after),
+                        G=a.slots,
+                    )
+                )
+        return replace(self, pairs=tuple(found), refused=tuple(out), actions=tuple(actions))
 
     def adding(self, *pairs: SymmetricPair) -> Symmetries:
         """Add pairs of your own.
@@ -87,7 +126,7 @@ class Symmetries:
             taken.update(dict.fromkeys(p.slots, p.name))
         mine = {s.name for p in pairs for s in p.slots}
         left = tuple(r for r in self.refused if r.cause is not Cause.UNNAMED or not _holds(r.module, mine))
-        return Symmetries((*self.pairs, *pairs), left)
+        return replace(self, pairs=(*self.pairs, *pairs), refused=left)
 
     def without_null(self) -> Symmetries:
         """Divide the key biases out too: they add one number to all scores of a query, which softmax ignores.
@@ -100,7 +139,8 @@ class Symmetries:
     def of_full_rank(self) -> Symmetries:
         """Refuse the pairs whose factors have fewer rows than columns; they are no points of a manifold."""
         thin = [refused(p, Cause.THIN, f"{p.group.h} columns, {p.n} and {p.m} rows") for p in self.pairs if p.thin]
-        return Symmetries(tuple(p for p in self.pairs if not p.thin), (*self.refused, *thin))
+        kept = tuple(p for p in self.pairs if not p.thin)
+        return replace(self, pairs=kept, refused=(*self.refused, *thin))
 
     def of_kind(self, kinds: Collection[str]) -> Symmetries:
         """Return the pairs of some kinds."""
@@ -115,6 +155,18 @@ class Symmetries:
         wide = max((len(place) for place, _ in lines), default=0)
         rows = [f"{place:<{wide}}  {count:>3} × {what}" for (place, what), count in lines.items()]
         return "\n".join(rows) or "no symmetric pairs"
+
+    def table(self) -> str:
+        """Return the dimension of every kind of symmetry as text, and what was refused."""
+        lines = [f"{kind:<12} {dimension:>9,}" for kind, dimension in self.dimensions.items()]
+        lines.append(f"{'all':<12} {self.dimension:>9,}")
+        if not self.wired:
+            lines.append("only heads and key biases: no adapter describes how this network is wired (register_wiring)")
+        reasons = Counter((r.kind, r.reason) for r in self.refused if r.kind not in _OF_HEADS)
+        return "\n".join([*lines, *(f"not folded: {n} × {kind} ({why})" for (kind, why), n in reasons.items())])
+
+
+_OF_HEADS = ("qk", "vo", "lora", "attention")
 
 
 def _holds(module: str, names: Iterable[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
@@ -42,6 +42,7 @@ class Cause(Enum):
     SKIPPED = "skipped on request"
     #: The same numbers belong to another symmetry.
     OVERLAPS = "its weights belong to another pair"
+    UNFOLDED = "what must be folded before it cannot be"
 
     @property
     def unexamined(self) -> bool:
@@ -183,11 +184,6 @@ class SymmetricPair:
         """Write a point of :meth:`gather`'s shape back into the weights."""
         SlotStack([self.slots]).scatter_(self.group.from_point(x.unsqueeze(0)), weights)
 
-    def renamed(self, name_of_weight: Callable[[str], str], module: str | None = None) -> SymmetricPair:
-        """Return the same pair of weights of other names."""
-        G, H, null = (tuple(s.renamed(name_of_weight) for s in side) for side in (self.G, self.H, self.null))
-        return replace(self, module=self.module if module is None else module, G=G, H=H, null=null)
-
 
 def name_of(module: str, kind: str, head: int | None, part: str) -> str:
     """Return the name of a pair, or of what might have been one."""
@@ -251,11 +247,6 @@ class Refusal:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
-
-    def renamed(self, name_of_weight: Callable[[str], str], module: str | None = None) -> Refusal:
-        """Return the same refusal of weights of other names."""
-        G, H = (tuple(s.renamed(name_of_weight) for s in side) for side in (self.G, self.H))
-        return replace(self, module=self.module if module is None else module, G=G, H=H)
 
 
 #: What is known of a place in a network.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from torch import nn
 
 from ..weights import first_names, plain_names, weights_of
 from .pairs import Cause, Claim, merged, refused
+from .slots import renamed
 from .stacks import without_sharing
 
 
@@ -20,7 +22,7 @@ def placing(model: nn.Module) -> Callable[[Iterable[Claim], str], list[Claim]]:
             whole = plain(f"{path}.{name}".removeprefix("."))
             return first.get(whole, whole)
 
-        return [p.renamed(name_of, plain(path)) for p in claims]
+        return [replace(renamed(p, name_of), module=plain(path)) for p in claims]
 
     return placed
 

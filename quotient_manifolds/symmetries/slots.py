@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg import standard_normal
 from ..weights import check_model
+
+T = TypeVar("T")
 
 #: How RoPE pairs dimensions.
 PLANES = ("half", "interleaved")
@@ -166,10 +168,6 @@ class Slot:
         """View the same numbers, columns as rows."""
         return replace(self, size=self.size[::-1], stride=self.stride[::-1])
 
-    def renamed(self, name_of: Callable[[str], str]) -> Slot:
-        """Return the same place in the weight of another name."""
-        return replace(self, name=name_of(self.name))
-
     def of(self, whole: Tensor) -> Tensor:
         """View the slot in a contiguous tensor of the weight's shape."""
         whole = real_view(whole)
@@ -188,6 +186,18 @@ def checked(slot: Slot, whole: Tensor) -> Tensor:
             f"{slot.name!r} had shape {slot.shape} when its symmetries were found and has {shape} now; find them again"
         )
     return whole
+
+
+def renamed(value: T, name_of: Callable[[str], str]) -> T:
+    """Return a slot, or what holds slots in its fields, with other names of the weights."""
+    if isinstance(value, Slot):
+        return replace(value, name=name_of(value.name))
+    if is_dataclass(value):
+        changed = {f.name: renamed(getattr(value, f.name), name_of) for f in fields(value)}
+        return replace(value, **changed)  # type: ignore[type-var]
+    if isinstance(value, (list, tuple)):
+        return type(value)(renamed(part, name_of) for part in value)
+    return value
 
 
 def outline(module: nn.Module, name: str) -> Tensor:

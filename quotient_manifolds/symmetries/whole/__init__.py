@@ -4,12 +4,13 @@ from . import architectures
 from .align import Alignment, Element, align_models
 from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, verify_whole
 from .independence import Independence, independence_test
-from .kinds import Symmetry
+from .kinds import Action
 from .layout import affine, norm
 from .units import Move
-from .wiring import Affine, Norm, Site, State, Wiring, neuron_pairs, neurons, register_wiring, wiring_of
+from .wiring import Affine, Norm, Site, State, Wiring, neurons, register_wiring, wiring_of
 
 __all__ = [
+    "Action",
     "Affine",
     "Alignment",
     "CanonicalForm",
@@ -19,7 +20,6 @@ __all__ = [
     "Norm",
     "Site",
     "State",
-    "Symmetry",
     "Wiring",
     "affine",
     "align_models",
@@ -28,7 +28,6 @@ __all__ = [
     "canonical_form",
     "canonicalize_",
     "independence_test",
-    "neuron_pairs",
     "neurons",
     "norm",
     "register_wiring",

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import finite, in_double
-from ...weights import check_whole
+from ...weights import check_whole, weights_of
+from ..discovery import ALL, find
 from .canonical import canonical_form, write_values
 from .fits import balanced, matched, permutation, refined, rotation, turned
 from .units import Cell, Move, Part, cells_of, unique
@@ -193,48 +194,47 @@ class _Form:
     """A network's copy in canonical form with balanced heads, its cells, and what lies in its stream."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model).requires_grad_()
-        state = State()
-        form = canonical_form(self.model, state=state)
-        form.values.clear()  # they are in the state
-        if not form.wired:
+        self.model = copy.deepcopy(model)
+        self.weights: dict[str, Tensor] = dict(weights_of(self.model))
+        state, found = State(self.weights), find(self.model, kinds=ALL).of_full_rank()
+        self.form = canonical_form(self.weights, found, state=state)
+        self.form.values.clear()  # they are in the state
+        if not found.wired:
             name = type(model).__name__
             raise ValueError(f"no wiring is known of a {name}; see quotient_manifolds.symmetries.whole.register_wiring")
-        w = form.wiring or Wiring()
+        w = found.wiring or Wiring()
         norms = [s.norm for s in w.sites]
         self.centring = any(n.centring for n in norms)
-        self.turns = any(s.kind == "rotation" for s in form.symmetries)
+        self.turns = any(a.kind == "rotation" for a in found.actions)
         #: Rows that are vectors in the stream, and rows of one number an entry, which its sign does not change.
         self.vectors = unique([*w.vectors, *w.alike, *(n.shift for n in norms if n.shift)])
-        self.gains = unique([*(n.gain for n in norms if n.gain), *(b for _, b, _ in w.scales)])
-        one_width = len({b.size[1] for b in (*self.vectors, *self.gains)}) == 1
-        if not w.closed or not one_width or not all(isinstance(b.tensor, nn.Parameter) for b in self.vectors):
+        self.gains = unique([*(n.gain for n in norms if n.gain), *(s for _, s, _ in w.scales)])
+        one_width = len({s.size[1] for s in (*self.vectors, *self.gains)}) == 1
+        if not w.closed or not one_width or not all(s.name in self.weights for s in self.vectors):
             self.vectors = ()
-        cells = cells_of(form, self.model)
+        cells = cells_of(self.form.symmetries, self.weights)
         for part in (part for cell in cells for part in cell.parts if part.n and not part.signs):
             part.write(balanced(part.read(state), part.n), state)
-        write_values(state)
-        taken = {p for cell in cells for p in cell.parameters}
-        self.cells = [*cells, Cell("", others=tuple(p for p in self.model.parameters() if p not in taken))]
-        for p, q in zip(self.model.parameters(), model.parameters(), strict=True):
-            p.requires_grad_(q.requires_grad)
+        write_values(self.weights, state)
+        taken = {name for cell in cells for name in cell.names}
+        self.cells = [*cells, Cell("", others=tuple(name for name in self.weights if name not in taken))]
 
     def write(self, element: Element) -> None:
         """Move the network."""
         for cell in self.cells:
-            write_values(self.moved(cell, element))
+            write_values(self.weights, self.moved(cell, element))
 
     def turned(self, cell: Cell, Q: Tensor | None) -> State:
-        """Return the parameters of a cell after a rotation of the stream."""
-        state, chosen = State(), set(cell.parameters)
+        """Return the weights of a cell after a rotation of the stream."""
+        state, chosen = State(self.weights), set(cell.names)
         for rows, R in ((self.vectors, Q), (self.gains, None if Q is None or self.turns else Q.abs())):
-            for b in rows:
-                if R is not None and b.tensor in chosen:
-                    state.write(b, turned(state.read(b), R))
+            for s in rows:
+                if R is not None and s.name in chosen:
+                    state.write(s, turned(state.read(s), R))
         return state
 
     def moved(self, cell: Cell, element: Element) -> State:
-        """Return the parameters of a cell after a move."""
+        """Return the weights of a cell after a move."""
         state = self.turned(cell, element.stream)
         cell.write(cell.moved(cell.read(state), element.cells.get(cell.name)), state)
         return state
@@ -260,7 +260,7 @@ class _Descent:
         if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
             raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
         self.cells = [replace(cell, parts=tuple(map(self.limited, cell.parts))) for cell in b.cells]
-        weights = list(a.model.parameters())
+        weights = list(a.weights.values())
         self.size = sum(map(_square, weights))
         self.least = 100 * max(torch.finfo(p.dtype).eps for p in weights) ** 2 * self.size  # rounding
 
@@ -289,16 +289,16 @@ class _Descent:
         """Return squared distances by kind, of an element or, with ``improve``, of one with better moves of cells."""
         squares, moves = defaultdict[str, float](float), dict(element.cells)
         for cell, mine in zip(self.cells, self.a.cells, strict=True):
-            at, state = State(), self.b.turned(cell, element.stream)
+            at, state = State(self.a.weights), self.b.turned(cell, element.stream)
             X, Y = mine.read(at), cell.read(state)
             if improve and cell.units:
                 moves[cell.name] = self.better(cell, X, Y, moves[cell.name], element.stream)
             for part, square in zip(cell.parts, _squares(cell, X, Y, moves.get(cell.name)), strict=True):
                 squares[part.kind] += square
-            for p, q in zip(cell.parameters, mine.parameters, strict=True):
-                rest = (state.of(p) - at.of(q)).contiguous()
-                for b in (b for part in cell.parts for b in part.blocks if b.tensor is p):
-                    b.of(rest).zero_()
+            for name in cell.names:
+                rest = (state.of(name) - at.of(name)).contiguous()
+                for s in (s for part in cell.parts for s in part.slots if s.name == name):
+                    s.of(rest).zero_()
                 squares["others"] += _square(rest)
         return _Found(replace(element, cells=moves), dict(squares))
 
@@ -311,11 +311,11 @@ class _Descent:
         d = b.vectors[0].size[1]
         M, N = torch.zeros(2, d, d, dtype=torch.float64)
         for cell in self.cells[-1:] if known else self.cells:
-            state, chosen = b.moved(cell, replace(element, stream=None)), set(cell.parameters)
+            state, chosen = b.moved(cell, replace(element, stream=None)), set(cell.names)
             for into, mine, others in ((M, a.vectors, b.vectors), (N, a.gains, b.gains)):
                 for one, other in zip(mine, others, strict=True):
-                    if other.tensor in chosen:
-                        into += (State().read(one).mT @ state.read(other)).cpu()
+                    if other.name in chosen:
+                        into += (State(a.weights).read(one).mT @ state.read(other)).cpu()
         return replace(element, stream=rotation(M, b.centring) if free else permutation(M, N, signs=not b.centring))
 
     def better(self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, stream: Tensor | None) -> Move:

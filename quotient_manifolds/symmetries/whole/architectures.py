@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ...weights import plain_class
-from .layout import Layout, Sublayer, affine, has, norm, table, wire
+from .layout import Layout, Sublayer, affine, find, has, norm, table, wire, within
 from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
 
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
@@ -64,7 +64,7 @@ def _classifier(name: str, layout: Layout, model: Any) -> Wiring:
     """Wire a network whose head reads the last norm, or two of its outputs side by side."""
     head, d = affine(model, "classifier"), model.config.hidden_size
     parts = [affine(model, "classifier", inputs=slice(i, i + d)) for i in range(0, head.matrix.size[1], d)]
-    return wire(Wiring(classifiers=[("classifier", head)]), getattr(model, name.split(".")[0]), layout, parts)
+    return wire(Wiring(classifiers=[("classifier", head)]), model, layout, parts, at=name.split(".")[0])
 
 
 for _section in _TABLE.sections():
@@ -81,28 +81,29 @@ def _towers(model: Any) -> Wiring:
     if has(model, "classifier"):
         w.classifiers.append(("classifier", affine(model, "classifier")))
     for name in parts:
-        base = model.get_submodule(name)
-        _tower(w, model, getattr(base, name, base) if name else base, name)
+        _tower(w, model, f"{name}.{name}" if name and has(model, f"{name}.{name}") else name, name)
     return w
 
 
-def _tower(w: Wiring, model: Any, base: Any, name: str) -> None:
+def _tower(w: Wiring, model: Any, at: str, name: str) -> None:
+    base: Any = model.get_submodule(at)
     kind = "clip" if has(base, "pre_layrnorm") else "siglip" if has(base, "post_layernorm") else "text"
     layout = _layout(kind)
     head = {"clip": "visual_projection", "siglip": "classifier", "text": "text_projection"}[kind]
     readers = [affine(model, head)] if has(model, head) else []
     if has(base, "head.probe"):  # one query attends to the last norm's outputs
         d = base.config.hidden_size
-        readers.append(affine(base, "head.attention", outputs=slice(d, 3 * d)))
-        w.sites.append(Site(f"{name} head", norm(base, "head.layernorm"), (affine(base, "head.mlp.fc1"),)))
+        readers.append(affine(model, within(at, "head.attention"), outputs=slice(d, 3 * d)))
+        into = affine(model, within(at, "head.mlp.fc1"))
+        w.sites.append(Site(f"{name} head", norm(model, within(at, "head.layernorm")), (into,)))
         w.closed = False
     elif has(base, "head"):
-        readers.append(affine(base, "head"))
+        readers.append(affine(model, within(at, "head")))
     if plain_class(model).__name__.endswith(("VisionModel", "TextModel")):
         readers, w.closed = [], False
     if kind == "clip" and not readers:  # the patches' outputs, or the classifier, have no norm
         layout, w.reads_stream_raw = replace(layout, last=""), True
-    wire(w, base, layout, readers, f"{name}.")
+    wire(w, model, layout, readers, f"{name}.", at=at)
 
 
 @register_wiring("timm.models.vision_transformer.VisionTransformer")
@@ -136,7 +137,7 @@ def _open_clip(model: Any) -> Wiring:
 @_known
 def _open_clip_both(model: Any) -> Wiring:
     """Wire both towers."""
-    w = wiring_of(model.visual) or Wiring()
+    w = wiring_of(model, "visual") or Wiring()
     if not w.sites:
         return Wiring(closed=False)
     return wire(w, model, _layout("open_clip text"), [affine(model, "text_projection")], "text ")
@@ -153,18 +154,18 @@ def _torch(model: Any) -> Wiring:
     return wire(Wiring(closed=False, reads_stream_raw=before and model.norm is None), model, layout, [])
 
 
-def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
+def _head(w: Wiring, model: Any, at: str) -> list[Affine]:
     """Wire a model's head and return what reads the last norm: nothing for a backbone alone, whose output is raw."""
-    if model is base:
+    if not at:
         w.closed = False
         return []
-    heads = _TABLE["heads"]
-    places = ((model, heads["readers"]), (model, heads["others"]), (base, heads["poolers"]))
-    readers = [affine(root, names) for root, names in places if has(root, names)]
+    heads, base = _TABLE["heads"], model.get_submodule(at)
+    places = (heads["readers"], heads["others"], within(at, heads["poolers"]))
+    readers = [affine(model, names) for names in places if has(model, names)]
     if has(model, heads["norm"]):
         decoder = affine(model, heads["decoder"])
         w.sites.append(Site("head", norm(model, heads["norm"]), (decoder,)))
-        if decoder.matrix.tensor is base.get_input_embeddings().weight:
+        if find(model, decoder.matrix.name)[1] is base.get_input_embeddings().weight:
             w.alike += readers[0].written
         else:
             w.closed = False
@@ -173,27 +174,28 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
         w.neurons.append(neurons("pre_classifier", "relu", readers[0], down))
         w.hidden.append(("pre_classifier neurons", (*readers[0].written, down.matrix)))
     pooled = (
-        (base, "pooler.dense", "classifier|cls.seq_relationship"),
-        (model, "classifier.dense", "classifier.out_proj"),
+        ("pooler.dense", within(at, "pooler.dense"), "classifier|cls.seq_relationship"),
+        ("classifier.dense", "classifier.dense", "classifier.out_proj"),
     )
-    for root, dense, reader in pooled:
-        if has(root, dense) and has(model, reader):
-            w.hidden.append((f"{dense} neurons", (*affine(root, dense).written, affine(model, reader).matrix)))
+    for name, dense, reader in pooled:
+        if has(model, dense) and has(model, reader):
+            w.hidden.append((f"{name} neurons", (*affine(model, dense).written, affine(model, reader).matrix)))
             if type(base).__name__ != "ElectraModel":  # whose head has GELU
-                w.odd.add(f"{dense} neurons")
+                w.odd.add(f"{name} neurons")
     for names in (heads["logits"], heads["pairs"]):
         w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
     return readers or [affine(model, "classifier.dense|classifier")]
 
 
-def _language(layout: Layout, model: Any, base: Any) -> Wiring:
+def _language(layout: Layout, model: Any, at: str) -> Wiring:
+    base = model.get_submodule(at)
     if getattr(base.config, "add_cross_attention", False) or has(base, "decoder.project_in"):  # the latter is OPT's
         return Wiring(closed=False)
-    w = Wiring(closed=not has(base, layout.projection))
-    readers = _head(w, model, base)
+    w = Wiring(closed=not (layout.projection and has(base, layout.projection)))
+    readers = _head(w, model, at)
     if has(base, "embeddings.token_type_embeddings"):
-        layout = replace(layout, embeddings=_with_types(w, base))
-    return wire(w, base, layout, readers)
+        layout = replace(layout, embeddings=_with_types(w, model, at))
+    return wire(w, model, layout, readers, at=at)
 
 
 for _section in _TABLE.sections():
@@ -201,11 +203,12 @@ for _section in _TABLE.sections():
         register_backbone(_HF.format(*_name.split(".")))(_known(partial(_language, _layout(_section))))
 
 
-def _with_types(w: Wiring, base: Any) -> str:
+def _with_types(w: Wiring, model: Any, at: str) -> str:
     """Exchange vectors between positions and types alone where a decoder uses the words too."""
     words, positions, types = (f"embeddings.{x}_embeddings" for x in ("word", "position", "token_type"))
-    pad = getattr(base.embeddings, "padding_idx", None)
-    if any(a.matrix.tensor is base.embeddings.word_embeddings.weight for _, a in w.classifiers):
+    embeddings = model.get_submodule(within(at, "embeddings"))
+    pad, weight = getattr(embeddings, "padding_idx", None), embeddings.word_embeddings.weight
+    if any(find(model, a.matrix.name)[1] is weight for _, a in w.classifiers):
         return f"{words}, {types} + {positions}" + ("" if pad is None else f"[{pad}:]")
     if pad is None:
         return f"{words} + {positions}, {words} + {types}"
@@ -218,7 +221,8 @@ def _with_types(w: Wiring, base: Any) -> str:
 @_known
 def _t5(model: Any) -> Wiring:
     """Two streams that share their words; the decoder's keys and values read the encoder's last norm."""
-    head, cross = affine(model, "lm_head"), [b.layer[1].EncDecAttention for b in model.decoder.block]
+    head, blocks = affine(model, "lm_head"), range(len(model.decoder.block))
+    cross = [affine(model, f"decoder.block.{i}.layer.1.EncDecAttention.{x}") for i in blocks for x in "kv"]
     w = Wiring(classifiers=[("lm_head", head)], tables=[("shared", table(model, "shared")[0])])
-    wire(w, model.encoder, _layout("t5"), [affine(a, x) for a in cross for x in "kv"], "encoder.")
-    return wire(w, model.decoder, _layout("t5 decoder"), [head], "decoder.")
+    wire(w, model, _layout("t5"), cross, "encoder.", at="encoder")
+    return wire(w, model, _layout("t5 decoder"), [head], "decoder.", at="decoder")

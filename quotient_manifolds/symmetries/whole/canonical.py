@@ -1,9 +1,12 @@
-"""The canonical form of a network: the same for all weights that differ by a continuous symmetry outside the heads."""
+"""The canonical form of a network: one point of weights for all networks that differ only by symmetries.
+
+Heads and neurons stay as they are, because the metrics of pairs do not depend on their representatives. All other
+symmetries are folded, in float64.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,103 +15,58 @@ from torch import Tensor, nn
 
 from ...linalg import at_least_float32, in_double, standard_normal
 from ...passes import Forward, default_forward
-from ...weights import check_whole, plain_names, running_copy
-from ..blocks import masks
-from ..certificate import Certificate, certify, change, maximum, output_gradients, preserve_values
-from ..discovery import apply_random_symmetry_, find_symmetric_pairs
-from ..pairs import SymmetricPair, in_copy
-from ..stacks import PairList, stacks
-from .kinds import Symmetry, symmetries_of
-from .wiring import State, Wiring, neuron_pairs, wiring_of
+from ...weights import check_whole, running_copy, weights_of
+from ..certificate import Certificate, certify, change, maximum, move_stacks_, output_gradients, preserve_values
+from ..discovery import ALL, find
+from ..found import Symmetries
+from ..pairs import SymmetricPair
+from ..slots import Slot, masks
+from ..stacks import stacks
+from .kinds import Action
+from .wiring import State
 
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """The weights of a network in canonical form, and its symmetries.
+    """The weights of a network in canonical form, and its symmetries there.
 
     Attributes
     ----------
-    values : dict of Tensor to Tensor
-        The parameters that change and their canonical values, in the parameters' dtypes but at least float32.
-    constant : dict of Tensor to Tensor
-        Entries that are constant in the canonical form, by parameter; they are not coordinates any more.
-    pairs : list of SymmetricPair
-        Heads and neurons, without constant entries.
-    symmetries : list of Symmetry
-        The other symmetries, in the order of folding.
-    refused : dict of str to str
-        The symmetries that could not be folded, and why.
-    halting : tuple of str
-        Names of the frozen parameters for which a symmetry was refused that moves trained ones too, and would move the
-        lengths by which these are measured.
-    wiring : Wiring or None
-        None if no adapter knows the network; then only its heads are treated.
+    values : dict of str to Tensor
+        The weights that change and their canonical values, in the weights' dtypes but at least float32.
+    constant : dict of str to Tensor
+        Entries that are constant in the canonical form, by weight; they are not coordinates any more.
+    symmetries : Symmetries
+        The pairs without constant entries, and all that was folded or refused.
 
     Examples
     --------
     See :func:`canonical_form`.
-
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import canonical_form
-    >>> canonical_form(nn.Linear(2, 2)).wiring is None
-    True
     """
 
-    values: dict[Tensor, Tensor] = field(repr=False)
-    constant: dict[Tensor, Tensor] = field(repr=False)
-    pairs: PairList
-    symmetries: list[Symmetry] = field(repr=False)
-    refused: dict[str, str]
-    halting: tuple[str, ...] = field(repr=False)
-    wiring: Wiring | None = field(repr=False)
-
-    @property
-    def wired(self) -> bool:
-        """Whether an adapter describes the network; else only heads and key biases are treated."""
-        return self.wiring is not None and bool(self.wiring.sites)
-
-    @property
-    def dimensions(self) -> dict[str, int]:
-        """The dimension of every kind of symmetry."""
-        found: Counter[str] = Counter()
-        of_pairs = [(p.kind, p.group.dimension) for p in self.pairs if p.group is not None]
-        for kind, dimension in [*of_pairs, *((s.kind, s.dimension) for s in self.symmetries)]:
-            found[kind] += dimension
-        return dict(found)
-
-    def __str__(self) -> str:
-        lines = [f"{kind:<12} {dimension:>9,}" for kind, dimension in self.dimensions.items()]
-        lines.append(f"{'all':<12} {sum(self.dimensions.values()):>9,}")
-        if not self.wired:
-            lines.append("only heads and key biases: no adapter describes how this network is wired (register_wiring)")
-        reasons = Counter((name.partition(":")[0], why) for name, why in self.refused.items())
-        lines += [f"not folded: {times} × {kind} ({why})" for (kind, why), times in reasons.items()]
-        return "\n".join(lines)
+    values: dict[str, Tensor] = field(repr=False)
+    constant: dict[str, Tensor] = field(repr=False)
+    symmetries: Symmetries
 
 
 @torch.no_grad()
 def canonical_form(
-    model: nn.Module, *, classes: bool = False, pairs: Iterable[SymmetricPair] | None = None, state: State | None = None
+    weights: Mapping[str, Tensor], symmetries: Symmetries, *, state: State | None = None
 ) -> CanonicalForm:
-    """Find a network's canonical form; the network is left unchanged.
+    """Compute the canonical form of weights; they are left unchanged.
 
     Parameters
     ----------
-    model : nn.Module
-        A whole network, of a class that an adapter knows, see :func:`register_wiring`. For other classes only heads and
-        their key biases are treated.
-    classes : bool
-        The logits are used only through a softmax, so a constant added to all of them is folded too. The logits change
-        by that constant.
-    pairs : iterable of SymmetricPair, optional
-        Its heads, by default those that :func:`~quotient_manifolds.symmetries.find_symmetric_pairs` names.
+    weights : mapping of str to Tensor
+        Of a network, by name, or a state dict.
+    symmetries : Symmetries
+        Those of the network, as ``find(model, kinds=ALL)`` finds them, restricted to the weights that may change.
     state : State, optional
         Storage for values while they are folded; by default an empty one.
 
     Returns
     -------
     CanonicalForm
-        ``print`` shows the dimensions.
 
     Notes
     -----
@@ -119,10 +77,13 @@ def canonical_form(
     Examples
     --------
     >>> from transformers import ViTConfig, ViTForImageClassification
+    >>> from quotient_manifolds.symmetries import ALL, find
     >>> from quotient_manifolds.symmetries.whole import canonical_form
     >>> config = ViTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
     ...                    image_size=8, patch_size=4, num_channels=1)
-    >>> print(canonical_form(ViTForImageClassification(config)))
+    >>> model = ViTForImageClassification(config)
+    >>> form = canonical_form(dict(model.named_parameters()), find(model, kinds=ALL))
+    >>> print(form.symmetries.table())
     qk                  64
     vo                  64
     gain                40
@@ -135,45 +96,31 @@ def canonical_form(
     rotation            21
     all                416
     """
-    check_whole(model, or_rows=state is not None)
-    wiring = wiring_of(model)
-    pairs = [*(find_symmetric_pairs(model) if pairs is None else pairs), *neuron_pairs(wiring)]
-    symmetries, refused = symmetries_of(wiring, pairs, classes=classes)
-    state = State() if state is None else state
-    for s in symmetries:
-        s.fold(state)
-    fixed = {b.key: b for s in symmetries for b in s.constant}
-    kept = PairList(_without(p, fixed) for p in pairs)
-    values = {p: value.to(at_least_float32(p.dtype)).to(p.device) for p, value in state.items()}
-    # The lengths of neurons go with their scale, and those of vectors do not depend on a rotation of the stream.
-    halves = [set(s.parameters) for s, why in refused if why == "frozen weights" and s.kind != "rotation"]
-    halves += [set(p.parameters()) for p in pairs if p.frozen and p.part != "neurons"]
-    adapters = {t for p in pairs if p.kind == "lora" for t in p.parameters()}
-    halving = (ts for ts in halves if any(t.requires_grad for t in ts - adapters))
-    halting, plain = {t for t in set().union(*halving) if not t.requires_grad}, plain_names(model)
-    names = tuple(plain(name) for name, p in model.named_parameters() if p in halting)
-    reasons = {f"{s.kind}: {s.name}": why for s, why in refused}
-    return CanonicalForm(values, masks(fixed.values()), kept, symmetries, reasons, names, wiring)
+    state = State(weights) if state is None else state
+    for a in symmetries.actions:
+        a.fold_(state)
+    fixed = dict.fromkeys(s for a in symmetries.actions for s in a.constant)
+    pairs = tuple(_without(p, fixed) for p in symmetries.pairs)
+    values = {name: v.to(at_least_float32(weights[name].dtype)).to(weights[name].device) for name, v in state.items()}
+    return CanonicalForm(values, masks(fixed, weights), replace(symmetries, pairs=pairs))
 
 
-def _without(pair: SymmetricPair, constant: Collection[object]) -> SymmetricPair:
-    """Remove the constant blocks from a pair."""
-    if pair.group is None:
-        return pair
-    G, H = (tuple(b for b in blocks if b.key not in constant) for blocks in (pair.G, pair.H))
+def _without(pair: SymmetricPair, constant: Collection[Slot]) -> SymmetricPair:
+    """Remove the constant slots from a pair."""
+    G, H = (tuple(s for s in slots if s not in constant) for slots in (pair.G, pair.H))
     return replace(pair, G=G, H=H, null=())
 
 
 @torch.no_grad()
-def write_values(values: dict[Tensor, Tensor]) -> None:
-    """Write all parameters or none."""
-    before = {p: p.detach().clone() for p in values}
+def write_values(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write all weights or none."""
+    before = {name: weights[name].detach().clone() for name in values}
     try:
-        for p, value in values.items():
-            p.copy_(value)
+        for name, value in values.items():
+            weights[name].copy_(value)
     except BaseException:
-        for p, value in before.items():
-            p.copy_(value)
+        for name, value in before.items():
+            weights[name].copy_(value)
         raise
 
 
@@ -188,7 +135,7 @@ def canonicalize_(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
     model : nn.Module
         Changed in place; unchanged if anything fails.
     classes : bool
-        As for :func:`canonical_form`.
+        As for :func:`~quotient_manifolds.symmetries.find`.
 
     Returns
     -------
@@ -208,8 +155,10 @@ def canonicalize_(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
     >>> torch.allclose(model(words).logits, before, atol=1e-5), bool(model.bert.embeddings.LayerNorm.bias.any())
     (True, False)
     """
-    form = canonical_form(model, classes=classes)
-    write_values(form.values)
+    check_whole(model)
+    weights = weights_of(model)
+    form = canonical_form(weights, find(model, kinds=ALL, classes=classes))
+    write_values(weights, form.values)
     return form
 
 
@@ -232,7 +181,7 @@ def apply_random_moves_(
     seed : int
         Seed of the moves.
     classes : bool
-        As for :func:`canonical_form`.
+        As for :func:`~quotient_manifolds.symmetries.find`.
     kinds : str or collection of str, optional
         The kinds to move; by default all.
 
@@ -259,21 +208,25 @@ def apply_random_moves_(
     >>> torch.allclose(model(words).logits, before, atol=1e-4)
     True
     """
-    form = canonical_form(model, classes=classes)
-    kinds, known = [kinds] if isinstance(kinds, str) else kinds, list(dict.fromkeys(s.kind for s in form.symmetries))
+    check_whole(model)
+    weights = weights_of(model)
+    form = canonical_form(weights, find(model, kinds=ALL, classes=classes))
+    actions = form.symmetries.actions
+    kinds, known = [kinds] if isinstance(kinds, str) else kinds, list(dict.fromkeys(a.kind for a in actions))
     if unknown := sorted(set(kinds or ()) - set(known)):
         raise ValueError(f"{type(model).__name__} has no symmetry {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-    moving = [s for s in form.symmetries if kinds is None or s.kind in kinds]
-    _move_(moving, State({p: in_double(value) for p, value in form.values.items()}), scale, seed)
-    return list(dict.fromkeys(s.kind for s in reversed(moving)))
+    moving, state = [a for a in actions if kinds is None or a.kind in kinds], State(weights)
+    state.update((name, in_double(value)) for name, value in form.values.items())
+    _move_(moving, state, scale, seed)
+    return list(dict.fromkeys(a.kind for a in reversed(moving)))
 
 
-def _move_(symmetries: Sequence[Symmetry], state: State, scale: float, seed: int) -> None:
+def _move_(actions: Sequence[Action], state: State, scale: float, seed: int) -> None:
     """Move weights in canonical form by random elements, in the reverse order of folding."""
     generator = torch.Generator().manual_seed(seed)
-    for s in reversed(symmetries):
-        s.move(state, scale * standard_normal(tuple(s.shape), state.of(s.parameters[0]), generator))
-    write_values({p: value.to(p.dtype) for p, value in state.items()})
+    for a in reversed(actions):
+        a.act_(state, scale * standard_normal(tuple(a.shape), state.of(a.names[0]), generator))
+    write_values(state.weights, {name: value.to(state.weights[name].dtype) for name, value in state.items()})
 
 
 @torch.inference_mode(False)
@@ -313,47 +266,53 @@ def verify_whole(
     >>> verify_whole(encoder, torch.linspace(-1, 1, 48).reshape(2, 3, 8)).ok
     True
     """
-    known = find_symmetric_pairs(model, include_frozen=True, batch=batch, forward=forward)
+    found = find(model, batch, kinds=ALL, classes=classes, forward=forward).of_full_rank()
     with running_copy(model, batch, forward) as (twin, run):
-        form = canonical_form(twin.requires_grad_(), classes=classes, pairs=in_copy(known, model, twin))
-        write_values(form.values)
-        parameters = list(twin.parameters())
+        weights = weights_of(twin)
+        form = canonical_form(weights, found)
+        write_values(weights, form.values)
 
         def outputs() -> list[Tensor]:
             """Return the first output that is not a loss; others, such as hidden states, need not be invariant."""
             found = [t for t in run() if t.dim()]
             return [t.log_softmax(-1) if classes else t for t in found[:1]]
 
-        gradients = output_gradients(outputs, parameters, torch.Generator().manual_seed(seed))
+        gradients = output_gradients(outputs, weights, torch.Generator().manual_seed(seed))
         with torch.no_grad():
             before = outputs()
+        pairs, actions = form.symmetries.pairs, form.symmetries.actions
+        by_pair = certify(stacks(pairs, weights), weights, gradients).residuals.items()
         residuals, changes = dict[str, float](), dict[str, float]()
-        of_pairs = [(p.kind, r) for p, r in certify(stacks(form.pairs), gradients).residuals.items()]
-        for kind, residual in [*of_pairs, *((s.kind, _residual(s, gradients)) for s in form.symmetries)]:
-            residuals[kind] = maximum([residuals.get(kind, 0.0), residual])
-        for kind in form.dimensions:
-            pairs = [p for p in form.pairs if p.kind == kind]
-            with torch.no_grad(), preserve_values(parameters):
-                if pairs:
-                    apply_random_symmetry_(twin, seed=seed, pairs=pairs)
+        for kind, r in [
+            *((p.kind, r) for p, r in by_pair),
+            *((a.kind, _residual(a, weights, gradients)) for a in actions),
+        ]:
+            residuals[kind] = maximum([residuals.get(kind, 0.0), r])
+        for kind in form.symmetries.dimensions:
+            some = [p for p in pairs if p.kind == kind]
+            with torch.no_grad(), preserve_values(weights.values()):
+                if some:
+                    move_stacks_(stacks(some, weights), weights, 10.0, seed)
                 else:
-                    _move_([s for s in form.symmetries if s.kind == kind], State(), 0.3, seed)
+                    _move_([a for a in actions if a.kind == kind], State(weights), 0.3, seed)
                 changes[kind] = change(before, outputs())
     return Certificate(residuals, (), 1e-8, changes, 1e-8)
 
 
-def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:
+def _residual(a: Action, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> float:
     """Return the derivative along a symmetry at t = 0, relative to the gradient's and the move's lengths."""
-    t = torch.zeros(s.shape, dtype=torch.float64, device=s.parameters[0].device, requires_grad=True)
-    at, near = State(), State()
-    s.move(at, t)
-    step = 1e-4 * standard_normal(tuple(s.shape), t, torch.Generator().manual_seed(0))
-    s.move(near, step)
-    known = [p for p in s.parameters if p in gradients and at.of(p).requires_grad]
+    t = torch.zeros(a.shape, dtype=torch.float64, device=weights[a.names[0]].device, requires_grad=True)
+    at, near = State(weights), State(weights)
+    a.act_(at, t)
+    step = 1e-4 * standard_normal(tuple(a.shape), t, torch.Generator().manual_seed(0))
+    a.act_(near, step)
+    known = [name for name in a.names if name in gradients and at.of(name).requires_grad]
     if not known:
         return 0.0
-    (along,) = torch.autograd.grad(torch.stack([(gradients[p] * at[p]).sum() for p in known]).sum(), t)
+    (along,) = torch.autograd.grad(torch.stack([(gradients[n] * at[n]).sum() for n in known]).sum(), t)
     floor = 1e-6 * max(float(g.norm()) for g in gradients.values())  # a gradient may be pure rounding error
-    moved = sum(max(float(gradients[p].norm()), floor) * float((near.of(p) - p.detach()).norm()) for p in known)
+    moved = sum(
+        max(float(gradients[n].norm()), floor) * float((near.of(n) - weights[n].detach()).norm()) for n in known
+    )
     sizes = moved / float(step.norm())
     return float(along.norm()) / sizes if sizes else 0.0

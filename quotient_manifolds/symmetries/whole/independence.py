@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...linalg import finite
-from ...weights import check_whole
+from ...weights import check_whole, weights_of
+from ..discovery import ALL, find
 from .canonical import canonical_form
 from .fits import assigned
 from .wiring import State, Wiring
@@ -133,9 +133,9 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     check_whole(model)
     if wrong := next((name for name, p in model.named_parameters() if not finite(p)), None):
         raise ValueError(f"{wrong} of a {type(model).__name__} has NaN or infinite entries")
-    state = State()  # what is folded in float64 is exactly orthogonal to 1
-    form = canonical_form(copy.deepcopy(model).requires_grad_(True), state=state)
-    w = form.wiring or Wiring()
+    weights, symmetries = weights_of(model), find(model, kinds=ALL)
+    state, w = State(weights), symmetries.wiring or Wiring()
+    canonical_form(weights, symmetries, state=state)  # what is folded in float64 is exactly orthogonal to 1
     found = [[b for b in blocks if b.size == blocks[-1].size] for _, blocks in w.hidden]
     layers = [_Neurons(*(state.read(b).mT.cpu() for b in (bs[0], bs[-2], bs[-1]))) for bs in found if len(bs) > 1]
     layers = [x for x in layers if len(x.down) > x.down.shape[1] + 1]
@@ -144,8 +144,8 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     width = layers[0].down.shape[1]
     if not w.closed:
         return layers, torch.eye(width, dtype=torch.float64)
-    inner = {b.tensor for _, blocks in w.hidden for b in blocks} | {b.tensor for p in form.pairs for b in (*p.G, *p.H)}
-    rows = [b for _, b in w.tables] + [b for _, a in w.writers for b in a.written if b.tensor not in inner]
+    inner = {s.name for _, slots in w.hidden for s in slots} | {name for p in symmetries.pairs for name in p.names}
+    rows = [s for _, s in w.tables] + [s for _, a in w.writers for s in a.written if s.name not in inner]
     return layers, torch.cat([state.read(b).cpu() for b in rows])
 
 

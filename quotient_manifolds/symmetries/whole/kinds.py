@@ -1,106 +1,140 @@
 """The kinds of continuous symmetry outside the heads: moves of weights that do not change the network's function.
 
-One function for each kind makes its :class:`Symmetry`; :func:`symmetries_of` lists them in the order of folding, and
-each formula assumes that the earlier ones were folded. Notation: d is the width of the stream, γ ⊙ n(x) + β a norm's
-output, W x + b a reader (fed by a norm) or a writer (added to the stream). A reader without a bias has a substitute for
-it after a centring norm: with u = 1/γ, W + v uᵀ adds v uᵀβ to its output and nothing else.
+One class for each kind; its fields say what moves, its methods are the formulas. Each formula assumes that the
+symmetries before it in the list were folded; those without which it does not hold are named in ``after``. Notation: d is
+the width of the stream, γ ⊙ n(x) + β a norm's output, W x + b a reader (fed by a norm) or a writer (added to the
+stream). A reader without a bias has a substitute for it after a centring norm: with u = 1/γ, W + v uᵀ adds v uᵀβ to its
+output and nothing else.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+import math
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..blocks import Block, block
-from ..pairs import SymmetricPair
-from .wiring import Affine, Norm, Site, State, Wiring, transposed
-
-Blocks = Sequence[Block]
+from ..slots import Slot
+from .wiring import Affine, Norm, State
 
 
-@dataclass(eq=False)
-class Symmetry:
-    """A group of moves of some parameters.
+@dataclass(frozen=True)
+class Action:
+    """A group of moves of some weights.
 
     Attributes
     ----------
     kind, name : str
         The kind of symmetry, and its place in the network.
-    dimension : int
-        Number of directions that are not among those of another symmetry of the list.
-    shape : tuple of int
-        Shape of t, which says how far to move; t = 0 changes nothing.
-    blocks : sequence of Block
-        What moves.
-    constant : sequence of Block
-        What has a fixed value once the symmetry is folded.
-    move : callable
-        ``move(state, t)`` moves a :class:`State`, differentiably.
-    fold : callable
-        ``fold(state)`` goes to the one point of the orbit that all equivalent weights share.
+    after : tuple of str
+        The labels of those that must have been folded.
 
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import canonical_form
+    >>> from quotient_manifolds.symmetries import ALL, find
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
-    >>> [(s.kind, s.dimension) for s in canonical_form(encoder).symmetries][:3]
+    >>> [(a.kind, a.dimension) for a in find(encoder, kinds=ALL).actions if a.kind not in ("qk", "vo", "relu")][:3]
     [('shift', 8), ('reader', 16), ('key bias', 4)]
     """
 
     kind: str
     name: str
-    dimension: int
-    shape: tuple[int, ...]
-    blocks: Sequence[Block] = field(repr=False)
-    constant: Sequence[Block] = field(repr=False)
-    move: Callable[[State, Tensor], None] = field(repr=False)
-    fold: Callable[[State], None] = field(repr=False)
+    _: KW_ONLY
+    after: tuple[str, ...] = field(default=(), repr=False)
 
     @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that move, each once."""
-        return list(dict.fromkeys(b.tensor for b in self.blocks))
+    def label(self) -> str:
+        """Kind and place."""
+        return f"{self.kind}: {self.name}"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """What moves."""
+        raise NotImplementedError
+
+    @property
+    def constant(self) -> tuple[Slot, ...]:
+        """What has a fixed value once the symmetry is folded."""
+        return ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of t, which says how far to move; t = 0 changes nothing."""
+        raise NotImplementedError
+
+    @property
+    def dimension(self) -> int:
+        """Number of directions that are not among those of another symmetry of the list."""
+        return self.shape[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights that move, each once."""
+        return tuple(dict.fromkeys(s.name for s in self.slots))
+
+    def act_(self, state: State, t: Tensor) -> None:
+        """Move weights, differentiably."""
+        raise NotImplementedError
+
+    def fold_(self, state: State) -> None:
+        """Go to the one point of the orbit that all equivalent weights share."""
+        raise NotImplementedError
 
 
-def scaling(kind: str, name: str, unit: Block, alike: Blocks, against: Blocks, offset: float = 0.0) -> Symmetry:
+@dataclass(frozen=True)
+class Scale(Action):
     """Multiply u + offset and some rows by s, divide others by s: u is γ or LayerScale. Folded, u + offset = 1."""
 
-    def divide(state: State, r: Tensor) -> None:
+    unit: Slot
+    alike: tuple[Slot, ...]
+    against: tuple[Slot, ...]
+    offset: float = 0.0
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (self.unit, *self.alike, *self.against)
+
+    @property
+    def constant(self) -> tuple[Slot, ...]:
+        return (self.unit,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.unit.size[1],)
+
+    def act_(self, state: State, t: Tensor) -> None:
+        self._divide(state, torch.exp(-t))
+
+    def fold_(self, state: State) -> None:
+        self._divide(state, state.read(self.unit)[0] + self.offset)
+        state.write(self.unit, torch.ones_like(state.read(self.unit)) - self.offset)
+
+    def _divide(self, state: State, r: Tensor) -> None:
         safe = torch.where(r == 0, torch.ones_like(r), r)
-        state.write(unit, (state.read(unit) + offset) / safe - offset)
-        for rows in alike:
+        state.write(self.unit, (state.read(self.unit) + self.offset) / safe - self.offset)
+        for rows in self.alike:
             state.write(rows, state.read(rows) / safe)
-        for rows in against:
+        for rows in self.against:
             state.write(rows, state.read(rows) * r)
 
-    def fold(state: State) -> None:
-        divide(state, state.read(unit)[0] + offset)
-        state.write(unit, torch.ones_like(state.read(unit)) - offset)
 
-    d, moving = unit.size[1], [unit, *alike, *against]
-    return Symmetry(kind, name, d, (d,), moving, [unit], lambda state, t: divide(state, torch.exp(-t)), fold)
-
-
-def gain(site: Site, unit: Block) -> Symmetry:
+@dataclass(frozen=True)
+class Gain(Scale):
     """γ → γ s, β → β s, columns of the readers / s: a norm that only linear layers read. Folded, γ = 1."""
-    its = site.norm
-    plain = scaling("gain", site.name, unit, its.blocks[1:], [r.matrix for r in site.readers], its.offset)
 
-    def fold(state: State) -> None:
-        if its.shift is not None and _has_zeros(its, state, unit):  # there β is a bias and must be folded first
-            shift(site, its.shift).fold(state)
-        plain.fold(state)
+    _: KW_ONLY
+    shift: Shift | None = field(default=None, repr=False)  # where γ has zeros, β is a bias and must be folded first
 
-    return replace(plain, fold=fold)
+    def fold_(self, state: State) -> None:
+        if self.shift is not None:
+            self.shift.fold_(state)
+        super().fold_(state)
 
 
-def _has_zeros(norm: Norm, state: State, like: Block) -> bool:
+def has_zeros(norm: Norm, state: State, like: Slot) -> bool:
+    """Return whether an entry of γ is zero."""
     return not bool((norm.gamma(state, state.read(like)[0]) != 0).all())
 
 
@@ -134,234 +168,237 @@ def _add_constant(state: State, reader: Affine, norm: Norm | None, c: Tensor) ->
         state.write(reader.matrix, W + torch.outer(c / (u @ beta), u))
 
 
-def shift(site: Site, beta: Block) -> Symmetry:
+@dataclass(frozen=True)
+class Shift(Action):
     """β → β + t, which the readers' biases take back; post-norm the next writer's bias does so for the stream.
 
     Folded, β is 0, or γ/√d where it must serve as a reader's bias.
     """
-    d, carried = beta.size[1], None if site.carried is None else site.carried.bias
-    seeing = [r for r in site.readers if r.bias is not None or not r.blind]
 
-    def move(state: State, t: Tensor) -> None:
-        state.add(beta, t)
-        for r in seeing:
-            _add_constant(state, r, site.norm, -(state.read(r.matrix) @ t))
-        if carried is not None:
-            state.add(carried, -t)
+    beta: Slot
+    norm: Norm
+    readers: tuple[Affine, ...]
+    carried: Slot | None
 
-    def fold(state: State) -> None:
-        before = state.read(beta)[0]
-        open_ends = any(r.bias is None for r in seeing)
-        target = site.norm.gamma(state, before) / d**0.5 if open_ends else torch.zeros_like(before)
-        move(state, target - before)
-        state.write(beta, target)
+    @property
+    def seeing(self) -> list[Affine]:
+        """The readers that a constant has an effect on."""
+        return [r for r in self.readers if r.bias is not None or not r.blind]
 
-    moving = [beta, *(r.bias or r.matrix for r in seeing), *([] if carried is None else [carried])]
-    return Symmetry("shift", site.name, d, (d,), moving, [beta], move, fold)
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        carried = () if self.carried is None else (self.carried,)
+        return (self.beta, *(r.bias or r.matrix for r in self.seeing), *carried)
+
+    @property
+    def constant(self) -> tuple[Slot, ...]:
+        return (self.beta,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.beta.size[1],)
+
+    def act_(self, state: State, t: Tensor) -> None:
+        state.add(self.beta, t)
+        for r in self.seeing:
+            _add_constant(state, r, self.norm, -(state.read(r.matrix) @ t))
+        if self.carried is not None:
+            state.add(self.carried, -t)
+
+    def fold_(self, state: State) -> None:
+        before = state.read(self.beta)[0]
+        open_ends = any(r.bias is None for r in self.seeing)
+        target = self.norm.gamma(state, before) / len(before) ** 0.5 if open_ends else torch.zeros_like(before)
+        self.act_(state, target - before)
+        state.write(self.beta, target)
 
 
-def reader(site: Site, affine: Affine) -> Symmetry:
+@dataclass(frozen=True)
+class Reader(Action):
     """W → W + v uᵀ, b → b − v uᵀβ: n(x) sums to 0 behind a LayerNorm. Folded, W u = 0."""
-    its, rows = site.norm, affine.matrix.rows
 
-    def move(state: State, t: Tensor) -> None:
-        W = state.read(affine.matrix)
-        u = _null_input(its, state, W[0])
-        state.write(affine.matrix, W + torch.outer(t, u))
-        if its.shift is not None and affine.bias is not None:
-            state.add(affine.bias, -t * (u @ state.read(its.shift)[0]))
+    norm: Norm
+    affine: Affine
 
-    def fold(state: State) -> None:
-        W = state.read(affine.matrix)
-        u = _null_input(its, state, W[0])
-        move(state, -(W @ u) / (u @ u))
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(self.affine.slots)
 
-    return Symmetry("reader", site.name, rows, (rows,), affine.blocks, [], move, fold)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.affine.matrix.rows,)
+
+    def act_(self, state: State, t: Tensor) -> None:
+        W = state.read(self.affine.matrix)
+        u = _null_input(self.norm, state, W[0])
+        state.write(self.affine.matrix, W + torch.outer(t, u))
+        if self.norm.shift is not None and self.affine.bias is not None:
+            state.add(self.affine.bias, -t * (u @ state.read(self.norm.shift)[0]))
+
+    def fold_(self, state: State) -> None:
+        W = state.read(self.affine.matrix)
+        u = _null_input(self.norm, state, W[0])
+        self.act_(state, -(W @ u) / (u @ u))
 
 
-def centring(kind: str, name: str, vectors: Sequence[Block], overlap: int = 0) -> Symmetry:
+@dataclass(frozen=True)
+class Centring(Action):
     """Add c 1 to every row v: what a LayerNorm centres, or (kind "classes") weights of a softmax's logits."""
-    sizes = [rows.rows for rows in vectors]
 
-    def move(state: State, t: Tensor) -> None:
-        for rows, c in zip(vectors, t.split(sizes), strict=True):
+    vectors: tuple[Slot, ...]
+    overlap: int = 0
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.vectors
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(rows.rows for rows in self.vectors),)
+
+    @property
+    def dimension(self) -> int:
+        return self.shape[0] - self.overlap
+
+    def act_(self, state: State, t: Tensor) -> None:
+        for rows, c in zip(self.vectors, t.split([rows.rows for rows in self.vectors]), strict=True):
             state.add(rows, c[:, None])
 
-    def fold(state: State) -> None:
-        move(state, -torch.cat([state.read(rows).mean(1) for rows in vectors]))
-
-    return Symmetry(kind, name, sum(sizes) - overlap, (sum(sizes),), vectors, [], move, fold)
+    def fold_(self, state: State) -> None:
+        self.act_(state, -torch.cat([state.read(rows).mean(1) for rows in self.vectors]))
 
 
-def exchange(kind: str, name: str, source: Sequence[Block], targets: Sequence[Block], dimension: int) -> Symmetry:
+@dataclass(frozen=True)
+class Exchange(Action):
     """Add t to some rows, −t to those they are always added to, or add it to all scores. Folded, the mean is 0."""
-    alone = [b for b in source if len(source) == b.rows == 1 and b.tensor.numel() == b.size[1]]
 
-    def move(state: State, t: Tensor) -> None:
-        for rows in source:
+    source: tuple[Slot, ...]
+    targets: tuple[Slot, ...]
+    count: int
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (*self.source, *self.targets)
+
+    @property
+    def constant(self) -> tuple[Slot, ...]:
+        """A single row that is a whole weight."""
+        first, *more = self.source
+        alone = not more and first.rows == 1 and math.prod(first.shape) == first.size[1]
+        return self.source if alone else ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.source[0].size[1],)
+
+    @property
+    def dimension(self) -> int:
+        return self.count
+
+    def act_(self, state: State, t: Tensor) -> None:
+        for rows in self.source:
             state.add(rows, t)
-        for rows in targets:
+        for rows in self.targets:
             state.add(rows, -t)
 
-    def fold(state: State) -> None:
-        move(state, -torch.cat([state.read(rows) for rows in source]).mean(0))
-
-    return Symmetry(kind, name, dimension, (source[0].size[1],), [*source, *targets], alone, move, fold)
+    def fold_(self, state: State) -> None:
+        self.act_(state, -torch.cat([state.read(rows) for rows in self.source]).mean(0))
 
 
-def key_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | None:
-    """b_k → b_k + t adds one number to all scores of a query, which softmax ignores. Folded, b_k = 0."""
-    plain = pair.kind == "qk" and pair.group is not None and not pair.group.diagonal and len(pair.H) == 1
-    return _head_bias("key bias", pair.name, pair.null or (pair.H if plain else ()), norms, [])
+@dataclass(frozen=True)
+class HeadBias(Action):
+    """Add t to a head's bias, or what stands for it, against the biases of the outputs; folded, it is 0.
 
-
-def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | None:
-    """b_v → b_v + t, b_o → b_o − W_O t of a head, since its attention weights sum to 1. Folded, b_v = 0.
-
-    None where values or outputs have no bias.
+    A key bias b_k + t adds one number to all scores of a query, which softmax ignores. Of values b_v → b_v + t, b_o →
+    b_o − W_O t, since attention weights sum to 1.
     """
-    plain = pair.kind == "vo" and pair.group is not None and not pair.group.diagonal
-    layers = [b for b in pair.H if b.attribute == "weight" and getattr(b.module, "bias", None) is not None]
-    if not plain or len(layers) < len(pair.H):
-        return None
-    return _head_bias("value bias", pair.name, pair.G, norms, [(b, block(b.module, "bias")) for b in layers])
 
+    affine: Affine
+    norm: Norm | None
+    outputs: tuple[tuple[Slot, Slot], ...]
 
-def _head_bias(
-    kind: str, name: str, rows: Blocks, norms: Mapping[Tensor, Norm], outputs: Sequence[tuple[Block, Block]]
-) -> Symmetry | None:
-    """Move the only bias in the rows of a head, or what stands for it, against the biases of ``outputs``."""
-    biases = [b for b in rows if b.rows == 1]
-    its = norms.get(rows[0].tensor) if len(rows) == 1 and not biases else None
-    # Beside a key that is always zero, a number added to the scores of all other keys counts.
-    if (len(biases) != 1 and its is None) or getattr(rows[0].module, "add_zero_attn", False):
-        return None
-    own, h = Affine(transposed(rows[0]), biases[0] if biases else None), rows[0].size[1]
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (self.affine.bias or self.affine.matrix.transposed(), *(bias for _, bias in self.outputs))
 
-    def move(state: State, t: Tensor) -> None:
-        _add_constant(state, own, its, t)
-        for matrix, bias in outputs:
+    @property
+    def constant(self) -> tuple[Slot, ...]:
+        return () if self.affine.bias is None else (self.affine.bias,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.affine.matrix.rows,)
+
+    def act_(self, state: State, t: Tensor) -> None:
+        _add_constant(state, self.affine, self.norm, t)
+        for matrix, bias in self.outputs:
             state.add(bias, -(state.read(matrix) @ t))
 
-    moving = [own.bias or rows[0], *(bias for _, bias in outputs)]
-    return Symmetry(kind, name, h, (h,), moving, biases, move, lambda s: move(s, -_constant(s, own, its)))
+    def fold_(self, state: State) -> None:
+        self.act_(state, -_constant(state, self.affine, self.norm))
 
 
-def qk_gain(name: str, queries: Norm, keys: Norm) -> Symmetry:
+@dataclass(frozen=True)
+class QKGains(Action):
     """Gains of the norms of queries and keys, scaled inversely in every plane that RoPE rotates: q s, k / s."""
-    (q,), (k,), size = queries.blocks, keys.blocks, queries.blocks[0].size[1] // 2
 
-    def move(state: State, t: Tensor) -> None:
-        for rows, offset, s in ((q, queries.offset, t), (k, keys.offset, -t)):
-            state.write(rows, (state.read(rows) + offset) * torch.exp(s).repeat(2) - offset)
+    queries: Norm
+    keys: Norm
 
-    def fold(state: State) -> None:
-        of_q, of_k = ((state.read(b) + n.offset).view(2, -1).norm(dim=0) for b, n in ((q, queries), (k, keys)))
-        move(state, torch.log(of_k / of_q).nan_to_num(0, 0, 0) / 2)
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (*self.queries.slots, *self.keys.slots)
 
-    return Symmetry("q/k gains", name, size, (size,), [q, k], [], move, fold)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.queries.slots[0].size[1] // 2,)
+
+    def act_(self, state: State, t: Tensor) -> None:
+        for its, s in ((self.queries, t), (self.keys, -t)):
+            (rows,) = its.slots
+            state.write(rows, (state.read(rows) + its.offset) * torch.exp(s).repeat(2) - its.offset)
+
+    def fold_(self, state: State) -> None:
+        of_q, of_k = (
+            (state.read(its.slots[0]) + its.offset).view(2, -1).norm(dim=0) for its in (self.queries, self.keys)
+        )
+        self.act_(state, torch.log(of_k / of_q).nan_to_num(0, 0, 0) / 2)
 
 
-def rotation(name: str, w: Wiring, shifts: Sequence[Block]) -> Symmetry:
+@dataclass(frozen=True)
+class Rotation(Action):
     """Rotate the whole stream, x → Q x, Q orthogonal, with Q 1 = 1 for LayerNorm; needs all gains folded.
-
-    ``shifts`` are those of norms that could not be folded; they lie in the stream as well.
 
     There is no fold, because the metrics of pairs and of vectors in the stream do not depend on it.
     """
-    vectors = list({b.key: b for b in (*w.vectors, *shifts)}.values())
-    d, k = vectors[0].size[1], vectors[0].size[1] - w.centred
 
-    def move(state: State, t: Tensor) -> None:
-        skew = t - t.mT
-        if w.centred:  # act on the space orthogonal to 1
+    vectors: tuple[Slot, ...]
+    centred: bool
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.vectors
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        k = self.vectors[0].size[1] - self.centred
+        return (k, k)
+
+    @property
+    def dimension(self) -> int:
+        k, _ = self.shape
+        return k * (k - 1) // 2
+
+    def act_(self, state: State, t: Tensor) -> None:
+        d, skew = self.vectors[0].size[1], t - t.mT
+        if self.centred:  # act on the space orthogonal to 1
             frame = torch.eye(d, dtype=t.dtype, device=t.device)
             frame[:, 0] = 1
             basis = torch.linalg.qr(frame).Q[:, 1:]
             skew = basis @ skew @ basis.mT
         Q = torch.linalg.matrix_exp(skew)
-        for rows in vectors:
+        for rows in self.vectors:
             state.write(rows, state.read(rows) @ Q.mT)
 
-    return Symmetry("rotation", name, k * (k - 1) // 2, (k, k), vectors, [], move, lambda state: None)
-
-
-def symmetries_of(
-    wiring: Wiring | None, pairs: Sequence[SymmetricPair], *, classes: bool
-) -> tuple[list[Symmetry], list[tuple[Symmetry, str]]]:
-    """List the symmetries of a network outside its pairs, in the order of folding, and the refused ones with reasons.
-
-    ``classes``: the network's logits are used only through a softmax.
-    """
-    w = Wiring(closed=False) if wiring is None else wiring
-    found, refused, tied = list[Symmetry](), list[tuple[Symmetry, str]](), w.tied()
-
-    def add(s: Symmetry, reason: str = "") -> bool:
-        reason = reason or _obstacle(s, tied)
-        if reason:
-            refused.append((s, reason))
-        else:
-            found.append(s)
-        return not reason
-
-    def foldable(site: Site, unit: Block) -> bool:
-        """Where a gain is 0, the shift after it must be folded first."""
-        beta = site.norm.shift
-        waits = beta is not None and _has_zeros(site.norm, State(), unit) and _obstacle(shift(site, beta), tied)
-        return bool(site.readers) and not site.carried and not waits
-
-    # A constant added by a writer, or a rotation, passes through no scale.
-    scaled = {
-        a.matrix.tensor for name, unit, a in w.scales if not add(scaling("layer scale", name, unit, [], a.written))
-    }
-    gains = [(site, site.norm.gain) for site in w.sites if site.norm.gain is not None]
-    folded = [foldable(site, unit) and add(gain(site, unit)) for site, unit in gains]
-    shifted: list[Site] = []
-    for site in w.sites:
-        beta = site.norm.shift
-        if beta is None or not site.readers:
-            continue
-        without = not site.norm.centring and any(r.bias is None and not r.blind for r in site.readers)
-        last = site.carried is not None and site.carried.bias is None
-        reason = "a reader without a bias" if without else "the next writer has no bias" if last else ""
-        if add(shift(site, beta), reason):
-            shifted.append(site)
-    parts: Counter[Tensor] = Counter()
-    for site in w.sites:
-        for r in site.readers if site.norm.centring else ():
-            if site.norm.shift is None or r.bias is not None or r.blind:
-                parts[r.matrix.tensor] += add(reader(site, r))
-    for name, q, k in w.qk_norms:
-        add(qk_gain(name, q, k))
-    for name, tables in w.score_tables:
-        add(exchange("score bias", name, tables, [], tables[0].size[1]))
-    norms = {
-        r.matrix.tensor: s.norm for s in shifted if s.norm.centring for r in s.readers if r.bias is None and not r.blind
-    }
-    # Without a wiring nobody vouches that attention weights sum to 1.
-    for bias_of, pair in product((key_bias, value_bias) if w.sites else (key_bias,), pairs):
-        if (of_pair := bias_of(pair, norms)) is not None:
-            add(of_pair)
-    in_stream = {rows.tensor for _, rows in w.tables} | {b.tensor for _, a in w.writers for b in a.blocks}
-    for name, source, targets in w.common:  # the part along 1 belongs to the writers already
-        d = source.size[1] - (w.centred and source.tensor in in_stream)
-        add(exchange("embeddings", name, [source], targets, d))
-    for name, a in w.writers if w.centred and w.sites else ():
-        add(centring("writer", name, a.written), "its layer scale is not folded" * (a.matrix.tensor in scaled))
-    for name, rows in w.tables if w.centred and w.sites else ():
-        add(centring("writer", name, [rows]))
-    for name, a in w.classifiers if classes else ():
-        if not add(centring("classes", name, a.written, parts[a.matrix.tensor])) and a.bias is not None:
-            add(centring("classes", f"{name} biases", [a.bias]))
-    if w.closed and w.sites and not w.reads_stream_raw and all(folded) and not scaled:
-        add(rotation("the stream", w, [s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted]))
-    return found, refused
-
-
-def _obstacle(s: Symmetry, tied: Container[Tensor]) -> str:
-    """Say why a symmetry cannot be folded, if it cannot."""
-    if any(p in tied for p in s.parameters):
-        return "weights that are used in another place too"
-    if any(not p.is_leaf for p in s.parameters):
-        return "weights that are computed"  # by pruning, for example
-    return "frozen weights" if any(not p.requires_grad for p in s.parameters) else ""
+    def fold_(self, state: State) -> None:
+        """Leave the weights as they are."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks import Block, block, outline
+from ..slots import Slot, outline, slot
 from .wiring import Affine, Norm, Site, Wiring, neurons
 
 
@@ -94,21 +94,24 @@ class Layout:
     offset: float = 0.0
 
 
-def find(root: nn.Module, names: str) -> tuple[nn.Module, str, Any]:
-    """Return the owner, the attribute and the value of the first that exists of some names, separated by ``|``."""
+def within(at: str, names: str) -> str:
+    """Prefix names, separated by ``|``, by that of the module that they are in."""
+    return "|".join(f"{at}.{name}".removeprefix(".") for name in names.split("|"))
+
+
+def find(root: nn.Module, names: str) -> tuple[str, Any]:
+    """Return the first that exists of some names, separated by ``|``, and what it names."""
     for name in names.split("|"):
-        owner, _, attribute = name.rpartition(".")
         with suppress(AttributeError):
-            module = root.get_submodule(owner)
-            if (value := getattr(module, attribute)) is not None:
-                return module, attribute, value
+            if (value := attrgetter(name)(root)) is not None:
+                return name, value
     raise AttributeError(f"{type(root).__name__} has none of {names}")
 
 
 def has(root: nn.Module, names: str) -> bool:
     """Return whether one of some names exists."""
     with suppress(AttributeError):
-        return find(root, names)[2] is not None
+        return find(root, names)[1] is not None
     return False
 
 
@@ -120,8 +123,9 @@ def affine(
     Parameters
     ----------
     root : nn.Module
+        The network.
     names : str
-        Name of the layer, or of the matrix P, below ``root``; of several, separated by ``|``, the first that exists.
+        Name of the layer, or of the matrix P, in it; of several, separated by ``|``, the first that exists.
     outputs, inputs : slice
         Rows and columns of W, where one layer writes or reads several things.
     blind : bool
@@ -143,18 +147,18 @@ def affine(
     >>> affine(nn.Sequential(nn.Conv2d(3, 8, 2)), "0").matrix.size
     (8, 12)
     """
-    owner, weight, value = find(root, names)
-    bias, reverse = "", not isinstance(value, nn.Module)
+    name, value = find(root, names)
+    weight, bias, reverse = name, "", not isinstance(value, nn.Module)
     if isinstance(value, nn.MultiheadAttention):
-        owner, weight, bias = value, "in_proj_weight", "in_proj_bias"
+        weight, bias = within(name, "in_proj_weight"), within(name, "in_proj_bias")
     elif isinstance(value, nn.Module):
-        owner, weight, bias, reverse = value, "weight", "bias", type(value).__name__ == "Conv1D"
+        weight, bias, reverse = within(name, "weight"), within(name, "bias"), type(value).__name__ == "Conv1D"
         plain = any(isinstance(value, kind) and type(value).forward is kind.forward for kind in (nn.Linear, nn.Conv2d))
         if not plain and not reverse:
             raise AttributeError(f"{names} is a {type(value).__name__}, not a linear layer")
     rows, columns = (inputs, outputs) if reverse else (outputs, inputs)
-    b = None if getattr(owner, bias, None) is None else block(owner, bias, outputs)
-    return Affine(block(owner, weight, rows, columns, transpose=reverse), b, blind)
+    b = slot(root, bias, outputs) if bias and has(root, bias) else None
+    return Affine(slot(root, weight, rows, columns, transpose=reverse), b, blind)
 
 
 def norm(root: nn.Module, names: str, *, centring: bool = True, offset: float = 0.0) -> Norm:
@@ -186,44 +190,46 @@ def norm(root: nn.Module, names: str, *, centring: bool = True, offset: float = 
     >>> norm(nn.Sequential(nn.RMSNorm(3)), "0", centring=False).shift is None
     True
     """
-    found = find(root, names)[2]
+    name, found = find(root, names)
     rms = type(found).__name__.endswith(("RMSNorm", "T5LayerNorm"))
     if not (isinstance(found, nn.LayerNorm) if centring else rms):
         raise AttributeError(f"{names} is a {type(found).__name__}, not the norm that is wired")
-    gain, shift = (None if getattr(found, n, None) is None else block(found, n) for n in ("weight", "bias"))
+    gain, shift = (slot(root, n) if has(root, n := within(name, own)) else None for own in ("weight", "bias"))
     return Norm(gain, shift, centring, offset)
 
 
-def table(root: nn.Module, name: str) -> list[Block]:
+def table(root: nn.Module, name: str) -> list[Slot]:
     """Describe rows of a parameter (…, d), or of an embedding's: ``"words"``, ``"positions[1:]"``, ``"x[:1,2:]"``."""
     names, _, ranges = name.partition("[")
-    owner, attribute, value = find(root, names)
-    if isinstance(value, nn.Module):
-        owner, attribute = value, "weight"
+    weight, value = find(root, names)
+    weight = within(weight, "weight") if isinstance(value, nn.Module) else weight
 
-    def part(bounds: str) -> Block:
+    def part(bounds: str) -> Slot:
         rows = slice(*(int(bound) if bound else None for bound in bounds.split(":")))
-        whole = outline(owner, attribute)
-        return Block.from_view(owner, attribute, whole.view(-1, whole.shape[-1])[rows])
+        whole = outline(root, weight)
+        return Slot.from_view(weight, whole, whole.view(-1, whole.shape[-1])[rows])
 
     return [part(bounds) for bounds in (ranges.rstrip("]") or ":").split(",")]
 
 
-def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], name: str = "") -> Wiring:
-    """Add a stack of layers to a wiring.
+def wire(
+    w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], name: str = "", *, at: str = ""
+) -> Wiring:
+    """Add a stack of layers, which lies in a network under the name ``at``, to a wiring.
 
     ``heads`` read the last norm's output; empty if the readers are not known.
     """
     norm_of = partial(norm, centring=layout.centring, offset=layout.offset)
-    _add_embeddings(w, root, layout, name)
-    end = (f"{name}{layout.last.split('|')[0]}", norm_of(root, layout.last)) if layout.last else None
-    if end and has(root, layout.projection):  # the first layer reads its output without a norm
-        w.sites.append(Site(*end, (affine(root, layout.projection),)))
+    _add_embeddings(w, root, layout, name, at)
+    last = within(at, layout.last)
+    end = (f"{name}{layout.last.split('|')[0]}", norm_of(root, last)) if layout.last else None
+    if end and layout.projection and has(root, within(at, layout.projection)):  # the first layer reads without a norm
+        w.sites.append(Site(*end, (affine(root, within(at, layout.projection)),)))
         end = None
-    prefix, layers = f"{name}{layout.layers.split('|')[0]}", find(root, layout.layers)[2]
-    for (i, layer), s in product(enumerate(layers), filter(None, (layout.attention, layout.cross, layout.mlp))):
-        site = f"{prefix}.{i}.{s.norm.split('|')[0]}"
-        its, (readers, writer) = norm_of(layer, s.norm), _add_sublayer(w, root, layer, s, site)
+    prefix, (path, layers) = f"{name}{layout.layers.split('|')[0]}", find(root, within(at, layout.layers))
+    for i, s in product(range(len(layers)), filter(None, (layout.attention, layout.cross, layout.mlp))):
+        site, layer = f"{prefix}.{i}.{s.norm.split('|')[0]}", f"{path}.{i}"
+        its, (readers, writer) = norm_of(root, within(layer, s.norm)), _add_sublayer(w, root, layer, s, site, at)
         if not layout.post_norm:
             w.sites.append(Site(site, its, readers))
             continue
@@ -236,30 +242,31 @@ def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], na
 
 
 def _add_sublayer(
-    w: Wiring, root: nn.Module, layer: nn.Module, s: Sublayer, name: str
+    w: Wiring, root: nn.Module, layer: str, s: Sublayer, name: str, at: str
 ) -> tuple[tuple[Affine, ...], Affine]:
     """Add what a sublayer writes, its scales and its neurons to a wiring; return its readers and its writer."""
     choices, acts = [names.split() for names in s.readers.split("|")], s.act.split("|")
-    k = next((k for k, names in enumerate(choices) if all(has(layer, n) for n in names)), 0)
-    readers = tuple(affine(layer, n, blind=n in s.blind.split("|")) for n in choices[k])
-    writer = affine(layer, s.writer)
+    k = next((k for k, names in enumerate(choices) if all(has(root, within(layer, n)) for n in names)), 0)
+    readers = tuple(affine(root, within(layer, n), blind=n in s.blind.split("|")) for n in choices[k])
+    writer = affine(root, within(layer, s.writer))
     w.writers.append((f"{name} writer", writer))
-    if s.scale and has(layer, s.scale):
-        w.scales.append((f"{name} scale", table(layer, s.scale)[0], writer))
+    if s.scale and has(root, within(layer, s.scale)):
+        w.scales.append((f"{name} scale", table(root, within(layer, s.scale))[0], writer))
     if s.qk_norms:
-        queries, keys = (norm(layer, n, centring=False) for n in s.qk_norms.split())
+        queries, keys = (norm(root, within(layer, n), centring=False) for n in s.qk_norms.split())
         w.qk_norms.append((name, queries, keys))
     act = acts[k % len(acts)]
     if act not in ("", "glu"):
-        value = attrgetter(act)(root)
+        value = attrgetter(within(at, act))(root)
         act = "relu" if value in ("relu", 1) or isinstance(value, nn.ReLU) else ""
     if act:  # a gate's rows may come before the neurons'
         first = readers[-1].matrix.rows - writer.matrix.size[1]
-        w.neurons.append(neurons(name, act, affine(layer, choices[k][-1], outputs=slice(first, None)), writer))
+        up = affine(root, within(layer, choices[k][-1]), outputs=slice(first, None))
+        w.neurons.append(neurons(name, act, up, writer))
     if s.act:
         ff = writer.matrix.size[1]
         into = [
-            affine(layer, n, outputs=slice(start, start + ff))
+            affine(root, within(layer, n), outputs=slice(start, start + ff))
             for n, r in zip(choices[k], readers, strict=True)
             for start in range(0, r.matrix.rows, ff)
         ]
@@ -267,35 +274,37 @@ def _add_sublayer(
     return readers, writer
 
 
-def _add_embeddings(w: Wiring, root: nn.Module, layout: Layout, name: str) -> None:
+def _add_embeddings(w: Wiring, root: nn.Module, layout: Layout, name: str, at: str) -> None:
     """Add what is in the stream before the layers to a wiring, and the tables of scores."""
-    tables: dict[str, list[Block]] = {}
+    tables: dict[str, list[Slot]] = {}
     for row in filter(None, layout.embeddings.split(", ")):
-        added: list[tuple[str, list[Block]]] = []
+        added: list[tuple[str, list[Slot]]] = []
         for term in row.split(" + "):
             names, bracket, rows = term.partition("[")
-            if names.endswith("?") and not has(root, names[:-1]):
+            if names.endswith("?") and not has(root, within(at, names[:-1])):
                 continue
             names = names.removesuffix("?")
-            if isinstance(find(root, names)[2], (nn.Embedding, Tensor)):
-                blocks = table(root, names + bracket + rows)
-                tables.setdefault(names, []).extend(blocks)
+            if isinstance(find(root, within(at, names))[1], (nn.Embedding, Tensor)):
+                slots = table(root, within(at, names) + bracket + rows)
+                tables.setdefault(names, []).extend(slots)
             else:
-                writer = affine(root, names)
+                writer = affine(root, within(at, names))
                 w.writers.append((f"{name}{names}", writer))
-                blocks = writer.blocks[1:]
-            added.append((names + bracket + rows, blocks))
+                slots = writer.slots[1:]
+            added.append((names + bracket + rows, slots))
         for term, source in added[1:]:
             w.common += [(f"{name}{term}", b, tuple(added[0][1])) for b in source if added[0][1]]
-    for names, blocks in tables.items():  # from the first to the last row
-        start, d = min(b.offset for b in blocks), blocks[0].size[1]
-        stop = max(b.offset + b.rows * d for b in blocks)
-        w.tables.append((f"{name}{names}", replace(blocks[0], offset=start, size=((stop - start) // d, d))))
+    for names, slots in tables.items():  # from the first to the last row
+        start, d = min(b.offset for b in slots), slots[0].size[1]
+        stop = max(b.offset + b.rows * d for b in slots)
+        w.tables.append((f"{name}{names}", replace(slots[0], offset=start, size=((stop - start) // d, d))))
     if layout.first:
-        first = norm(root, layout.first)
+        first = norm(root, within(at, layout.first))
         w.sites.append(Site(f"{name}{layout.first}", first, ()))
         w.tables += [(f"{name}{layout.first}.bias", first.shift)] if first.shift is not None else []
         w.closed = False
-    for term, (n, module) in product(layout.scores.split(), root.named_modules()):
+    base = root.get_submodule(at)
+    for term, (n, module) in product(layout.scores.split(), base.named_modules()):
         if has(module, term.split("[")[0]):
-            w.score_tables.append((f"{name}{n} {term}", tuple(table(module, term))))
+            rows = tuple(table(root, within(within(at, n).removesuffix("."), term)))
+            w.score_tables.append((f"{name}{n} {term}", rows))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..blocks import GL, Block, BlockStack
-from ..pairs import SymmetricPair
-from .canonical import CanonicalForm
+from ..found import Symmetries
+from ..pairs import Claim, Refusal, SymmetricPair
+from ..slots import GL, Slot, SlotStack
 from .wiring import State, Wiring
 
 
@@ -25,7 +25,7 @@ class Part:
     ----------
     kind : str
         ``"qk"``, ``"vo"``, ``"neurons"`` or ``"scores"``.
-    points : list of tuple of Block
+    points : list of tuple of Slot
         A point a unit or, with ``columns``, one point whose columns are the units.
     group : GL
         How rows become points.
@@ -39,7 +39,7 @@ class Part:
     """
 
     kind: str
-    points: list[tuple[Block, ...]]
+    points: list[tuple[Slot, ...]]
     group: GL
     n: int = 0
     columns: bool = False
@@ -47,18 +47,18 @@ class Part:
     signs: bool = False
 
     @cached_property
-    def rows(self) -> BlockStack:
+    def rows(self) -> SlotStack:
         """All points."""
-        return BlockStack(self.points)
+        return SlotStack(self.points)
 
     @property
-    def blocks(self) -> list[Block]:
-        """The blocks of all points."""
-        return [b for point in self.points for b in point]
+    def slots(self) -> list[Slot]:
+        """The slots of all points."""
+        return [s for point in self.points for s in point]
 
     def read(self, state: State) -> Tensor:
         """Copy the weights: (units, planes, n + m, h), with one plane for GL(h) and h = 1 for a diagonal group."""
-        x = self.group.to_point(self.rows.gather({p: state.of(p) for p in self.rows.parameters()}))
+        x = self.group.to_point(self.rows.gather({name: state.of(name) for name in self.rows.names}))
         x = x if self.group.diagonal else x.unsqueeze(1)
         return x.transpose(0, 1) if self.columns else x
 
@@ -66,7 +66,7 @@ class Part:
         """Write what :meth:`read` reads."""
         x = x.transpose(0, 1) if self.columns else x
         rows = self.group.from_point(x if self.group.diagonal else x.squeeze(1))
-        copies = {p: state.of(p).clone(memory_format=torch.contiguous_format) for p in self.rows.parameters()}
+        copies = {name: state.of(name).clone(memory_format=torch.contiguous_format) for name in self.rows.names}
         state.update(copies)
         self.rows.scatter_(rows, state)
 
@@ -113,19 +113,19 @@ class Move:
 class Cell:
     """Units that may be permuted: heads of a layer, or of all layers that share a table of scores, or neurons.
 
-    ``others`` are parameters that are read and written with them; one cell, without units, has all of no other cell.
+    ``others`` are weights that are read and written with them; one cell, without units, has all of no other cell.
     """
 
     name: str
     parts: tuple[Part, ...] = ()
     units: int = 0
     queries: int = 1
-    others: tuple[Tensor, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that its weights belong to, each once."""
-        return list(dict.fromkeys([p for part in self.parts for p in part.rows.parameters()] + [*self.others]))
+    def names(self) -> list[str]:
+        """The names of its weights, each once."""
+        return list(dict.fromkeys([name for part in self.parts for name in part.rows.names] + [*self.others]))
 
     def identity(self) -> Move:
         """Return the move that changes nothing."""
@@ -156,66 +156,76 @@ def acted(x: Tensor, n: int, A: Tensor | None) -> Tensor:
     return torch.cat([torch.linalg.solve_ex(A, G, left=False).result, H @ A.mH], dim=-2)
 
 
-def cells_of(form: CanonicalForm, model: nn.Module) -> list[Cell]:
-    """List the cells of a network from its canonical form; none shares a parameter, or has what is no parameter."""
-    w = form.wiring or Wiring()
-    by_module = defaultdict[str, list[SymmetricPair]](list)
-    for p in form.pairs:
-        if p.G and p.kind in ("qk", "vo") and (p.group is not None or (p.kind == "qk" and w.qk_norms)):
+def cells_of(symmetries: Symmetries, weights: Mapping[str, Tensor]) -> list[Cell]:
+    """List the cells of a network in canonical form; none shares a weight, or has what is computed."""
+    w = symmetries.wiring or Wiring()
+    by_module = defaultdict[str, list[Claim]](list)
+    for p in (*symmetries.pairs, *symmetries.refused):
+        if p.G and p.kind in ("qk", "vo") and (isinstance(p, SymmetricPair) or (p.kind == "qk" and w.qk_norms)):
             by_module[p.module].append(p)
-    found = _bound([c for name, pairs in by_module.items() for c in _heads(name, pairs)], w, model)
-    scaled = {p.H[0].key: p for p in form.pairs if p.part == "neurons" and p.group is not None}
-    for name, blocks in w.hidden:
-        pair, parts = scaled.get(blocks[-1].key), []
+    found = _bound([c for name, claims in by_module.items() for c in _heads(name, claims)], w)
+    scaled = {p.H[0]: p for p in symmetries.pairs if p.part == "neurons"}
+    for name, slots in w.hidden:
+        pair, parts = scaled.get(slots[-1]), []
         if pair is not None:
-            parts.append(Part("neurons", [pair.G + pair.H], pair.usable_group(), pair.n, True))
-            blocks = tuple(b for b in blocks if b.key not in {b.key for b in parts[0].blocks})
-        if blocks:
-            n = sum(b.rows for b in blocks[:-1]) if name in w.odd else 0
-            parts.append(Part("neurons", [blocks], GL(blocks[0].size[1], diagonal=True), n, True, signs=n > 0))
+            parts.append(Part("neurons", [pair.slots], pair.group, pair.n, True))
+            slots = tuple(s for s in slots if s not in pair.slots)
+        if slots:
+            n = sum(s.rows for s in slots[:-1]) if name in w.odd else 0
+            parts.append(Part("neurons", [slots], GL(slots[0].size[1], diagonal=True), n, True, signs=n > 0))
         found.append(Cell(name, tuple(parts), parts[0].group.h))
-    taken, kept = set[Tensor](), []
+    taken, kept = set[str](), []
     for cell in found:
-        if taken.isdisjoint(cell.parameters) and all(isinstance(p, nn.Parameter) for p in cell.parameters):
-            taken.update(cell.parameters)
+        if taken.isdisjoint(cell.names) and all(name in weights for name in cell.names):
+            taken.update(cell.names)
             kept.append(cell)
     return kept
 
 
-def _heads(name: str, pairs: Sequence[SymmetricPair]) -> list[Cell]:
+def _heads(name: str, claims: Sequence[Claim]) -> list[Cell]:
     """Return the cell of one attention layer; none if its heads do not look alike, or values or queries are unknown."""
-    shared = defaultdict[tuple[str, str], dict[Hashable, SymmetricPair]](dict)
-    for p in pairs:  # pairs without a group have not been merged
-        units, key = shared[p.kind, p.part], tuple(b.key for b in (p.G if p.kind == "vo" else p.H))
+    shared = defaultdict[tuple[str, str], dict[Hashable, Claim]](dict)
+    for p in claims:  # what is refused has not been merged
+        units, key = shared[p.kind, p.part], p.G if p.kind == "vo" else p.H
         one = units.get(key, p)
         units[key] = replace(one, G=unique(one.G + p.G), H=unique(one.H + p.H))
-    layouts = {(kind, p.group, p.layout) for (kind, _), units in shared.items() for p in units.values()}
+    layouts = {
+        (kind, _group(p), tuple(s.rows for s in p.G), tuple(s.rows for s in p.H))
+        for (kind, _), units in shared.items()
+        for p in units.values()
+    }
     sizes = {len(units) for units in shared.values()}
     if {kind for kind, _ in shared} != {"qk", "vo"} or len(sizes) > 1 or len(layouts) > len(shared):
         return []
     outputs = next(iter(shared["vo", ""].values())).H
-    queries = sum((b.module, b.attribute) == (outputs[0].module, outputs[0].attribute) for b in outputs)
+    queries = sum(s.name == outputs[0].name for s in outputs)
     parts = []
     for (kind, _), units in shared.items():
         first, *_ = units.values()
-        rows = torch.arange(first.n, first.n + first.m) if kind == "vo" else torch.arange(first.n)
-        group, n = (GL(first.G[0].size[1]), 0) if first.group is None else (first.group, first.n)
+        n, m = (sum(s.rows for s in side) for side in (first.G, first.H))
+        rows = torch.arange(n, n + m) if kind == "vo" else torch.arange(n)
         each = rows.view(queries, -1) if queries > 1 else None
-        parts.append(Part(kind, [p.G + p.H for p in units.values()], group, n, queries=each))
+        group = _group(first)
+        free = 0 if group is None else n
+        parts.append(Part(kind, [p.slots for p in units.values()], group or GL(first.G[0].size[1]), free, queries=each))
     return [Cell(name, tuple(parts), sizes.pop(), queries)]
 
 
-def unique(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """Return blocks without repetitions."""
-    return tuple({b.key: b for b in blocks}.values())
+def _group(p: Claim) -> GL | None:
+    """Return what acts on a head."""
+    return None if isinstance(p, Refusal) else p.group
 
 
-def _bound(cells: Sequence[Cell], w: Wiring, model: nn.Module) -> list[Cell]:
+def unique(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """Return slots without repetitions."""
+    return tuple(dict.fromkeys(slots))
+
+
+def _bound(cells: Sequence[Cell], w: Wiring) -> list[Cell]:
     """Join cells whose scores come from one table (T5's layers share that of the first); the table moves with them."""
-    names = {module: name for name, module in model.named_modules()}
-    tables = defaultdict[str, tuple[Block, ...]](tuple)  # by the module that they lie in
-    for _, blocks in w.score_tables:
-        tables[names[blocks[0].module].rpartition(".")[0]] += blocks
+    tables = defaultdict[str, tuple[Slot, ...]](tuple)  # by the module that they lie in
+    for _, slots in w.score_tables:
+        tables[slots[0].name.rsplit(".", 2)[0]] += slots
     joined = defaultdict[str, list[Cell]](list)
     for c in cells:  # the table of its own layer, or else of another one of the same stack
         alike = (t for t in tables if re.sub(r"\d+", "", c.name).startswith(re.sub(r"\d+", "", t)))

@@ -2,57 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from ...linalg import in_double
-from ...weights import plain_class
-from ..blocks import GL, Block
-from ..pairs import SymmetricPair, merged, usable
+from ...weights import first_names, plain_class, plain_names
+from ..pairs import SymmetricPair
 from ..registry import ByClass
+from ..slots import GL, Slot, renamed
 
 
-class State(dict[Tensor, Tensor]):
-    """Values of a model's parameters in float64; parameters that were not changed are not stored.
+class State(dict[str, Tensor]):
+    """Values of weights in float64, by name; what was not changed is read from the weights, and not stored.
 
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.symmetries import block
+    >>> from quotient_manifolds.symmetries import slot
     >>> from quotient_manifolds.symmetries.whole import State
-    >>> layer, state = torch.nn.Linear(2, 3), State()
-    >>> first = block(layer, "weight", slice(1))
+    >>> layer = torch.nn.Linear(2, 3)
+    >>> state, first = State(dict(layer.named_parameters())), slot(layer, "weight", slice(1))
     >>> state.write(first, torch.zeros(1, 2))
     >>> float(state.read(first).norm()), bool(layer.weight[0].any())
     (0.0, True)
     """
 
-    def of(self, p: Tensor) -> Tensor:
-        """Return the value of a parameter."""
-        return self[p] if p in self else in_double(p.detach())
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.weights = weights
 
-    def read(self, block: Block) -> Tensor:
-        """Return the numbers of a block, (rows, columns)."""
-        return block.of(self.of(block.tensor).contiguous())
+    def of(self, name: str) -> Tensor:
+        """Return the value of a weight."""
+        return self[name] if name in self else in_double(self.weights[name].detach())
 
-    def write(self, block: Block, rows: Tensor) -> None:
-        """Change the numbers of a block, differentiably."""
-        value = self.of(block.tensor).clone(memory_format=torch.contiguous_format)
-        block.of(value).copy_(rows)
-        self[block.tensor] = value
+    def read(self, slot: Slot) -> Tensor:
+        """Return the numbers of a slot, (rows, columns)."""
+        return slot.of(self.of(slot.name).contiguous())
 
-    def add(self, block: Block, change: Tensor) -> None:
-        """Add something that broadcasts to a block's shape."""
-        self.write(block, self.read(block) + change)
+    def write(self, slot: Slot, rows: Tensor) -> None:
+        """Change the numbers of a slot, differentiably."""
+        value = self.of(slot.name).clone(memory_format=torch.contiguous_format)
+        slot.of(value).copy_(rows)
+        self[slot.name] = value
 
-
-def transposed(block: Block) -> Block:
-    """Return the same numbers, columns as rows."""
-    return replace(block, size=block.size[::-1], stride=block.stride[::-1])
+    def add(self, slot: Slot, change: Tensor) -> None:
+        """Add something that broadcasts to a slot's shape."""
+        self.write(slot, self.read(slot) + change)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Affine:
 
     Attributes
     ----------
-    matrix : Block
+    matrix : Slot
         W, (outputs, inputs); the dimensions of a convolution after the second count as inputs.
-    bias : Block or None
+    bias : Slot or None
         b, (1, outputs).
     blind : bool
         A constant added to the output has no effect, as for keys under softmax.
@@ -73,18 +73,18 @@ class Affine:
     See :func:`affine`.
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import block
+    >>> from quotient_manifolds.symmetries import slot
     >>> from quotient_manifolds.symmetries.whole import Affine
-    >>> [b.size for b in Affine(block(nn.Linear(3, 2), "weight")).written]
+    >>> [s.size for s in Affine(slot(nn.Linear(3, 2), "weight")).written]
     [(3, 2)]
     """
 
-    matrix: Block
-    bias: Block | None = None
+    matrix: Slot
+    bias: Slot | None = None
     blind: bool = False
 
     @property
-    def blocks(self) -> list[Block]:
+    def slots(self) -> list[Slot]:
         """W and b, as far as they exist."""
         return [self.matrix] if self.bias is None else [self.matrix, self.bias]
 
@@ -94,9 +94,9 @@ class Affine:
         return int(self.matrix.stride[0] < self.matrix.stride[1])
 
     @property
-    def written(self) -> list[Block]:
+    def written(self) -> list[Slot]:
         """The vectors that the layer adds to a stream, as rows: the columns of W, and b."""
-        return [transposed(self.matrix), *self.blocks[1:]]
+        return [self.matrix.transposed(), *self.slots[1:]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Norm:
 
     Attributes
     ----------
-    gain, shift : Block or None
+    gain, shift : Slot or None
         The parameters of γ and of β, (1, d).
     centring : bool
         n(x) sums to 0, as in LayerNorm; else RMSNorm.
@@ -116,19 +116,19 @@ class Norm:
     --------
     >>> from torch import nn
     >>> from quotient_manifolds.symmetries.whole import norm
-    >>> [b.size for b in norm(nn.Sequential(nn.LayerNorm(3)), "0").blocks]
+    >>> [s.size for s in norm(nn.Sequential(nn.LayerNorm(3)), "0").slots]
     [(1, 3), (1, 3)]
     """
 
-    gain: Block | None
-    shift: Block | None
+    gain: Slot | None
+    shift: Slot | None
     centring: bool = True
     offset: float = 0.0
 
     @property
-    def blocks(self) -> list[Block]:
+    def slots(self) -> list[Slot]:
         """The parameters of γ and β, as far as they exist."""
-        return [b for b in (self.gain, self.shift) if b is not None]
+        return [s for s in (self.gain, self.shift) if s is not None]
 
     def gamma(self, state: State, like: Tensor) -> Tensor:
         """Read γ; without a parameter it is 1, as many as ``like`` has numbers."""
@@ -174,23 +174,23 @@ class Wiring:
     sites : list of Site
     writers : list of (str, Affine)
         Layers whose output is added to a stream.
-    tables : list of (str, Block)
+    tables : list of (str, Slot)
         Other vectors that are added to a stream, as rows.
-    alike : list of Block
+    alike : list of Slot
         Rows whose entries keep the order of the stream's, but not its basis: a tied decoder reads them.
-    common : list of (str, Block, tuple of Block)
+    common : list of (str, Slot, tuple of Slot)
         Vectors that are always added to each other: each of the first to exactly one of the others.
-    scales : list of (str, Block, Affine)
+    scales : list of (str, Slot, Affine)
         LayerScale: one number for each output of a writer, (1, d).
     neurons : list of SymmetricPair
         As :func:`neurons` describes them.
-    hidden : list of (str, tuple of Block)
+    hidden : list of (str, tuple of Slot)
         All weights of a layer of hidden neurons, gates included, one column a neuron: they may be permuted.
     odd : set of str
         The names of those whose activation is odd (tanh): they may change their signs too.
     qk_norms : list of (str, Norm, Norm)
         Norms of queries and keys, under RoPE in halves.
-    score_tables : list of (str, tuple of Block)
+    score_tables : list of (str, tuple of Slot)
         Rows of a table (positions, heads) that are added to the scores of the same queries before softmax.
     classifiers : list of (str, Affine)
         Layers that compute the logits of a softmax.
@@ -210,15 +210,15 @@ class Wiring:
 
     sites: list[Site] = field(default_factory=list)
     writers: list[tuple[str, Affine]] = field(default_factory=list)
-    tables: list[tuple[str, Block]] = field(default_factory=list)
-    alike: list[Block] = field(default_factory=list)
-    common: list[tuple[str, Block, tuple[Block, ...]]] = field(default_factory=list)
-    scales: list[tuple[str, Block, Affine]] = field(default_factory=list)
+    tables: list[tuple[str, Slot]] = field(default_factory=list)
+    alike: list[Slot] = field(default_factory=list)
+    common: list[tuple[str, Slot, tuple[Slot, ...]]] = field(default_factory=list)
+    scales: list[tuple[str, Slot, Affine]] = field(default_factory=list)
     neurons: list[SymmetricPair] = field(default_factory=list)
-    hidden: list[tuple[str, tuple[Block, ...]]] = field(default_factory=list)
+    hidden: list[tuple[str, tuple[Slot, ...]]] = field(default_factory=list)
     odd: set[str] = field(default_factory=set)
     qk_norms: list[tuple[str, Norm, Norm]] = field(default_factory=list)
-    score_tables: list[tuple[str, tuple[Block, ...]]] = field(default_factory=list)
+    score_tables: list[tuple[str, tuple[Slot, ...]]] = field(default_factory=list)
     classifiers: list[tuple[str, Affine]] = field(default_factory=list)
     reads_stream_raw: bool = False
     closed: bool = True
@@ -229,27 +229,27 @@ class Wiring:
         return not self.reads_stream_raw and all(s.norm.centring for s in self.sites)
 
     @property
-    def vectors(self) -> list[Block]:
+    def vectors(self) -> list[Slot]:
         """The vectors in a stream, as rows: of readers, of writers, and whole tables."""
         found = [r.matrix for s in self.sites for r in s.readers] + [b for _, a in self.writers for b in a.written]
-        return found + [replace(b, offset=0, size=(b.tensor.numel() // b.size[1], b.size[1])) for _, b in self.tables]
+        return found + [replace(b, offset=0, size=(math.prod(b.shape) // b.size[1], b.size[1])) for _, b in self.tables]
 
-    def tied(self) -> set[Tensor]:
-        """Find the parameters that are used in several places."""
-        uses: Counter[Tensor] = Counter()
+    def tied(self) -> set[str]:
+        """Find the weights that are used in several places."""
+        uses: Counter[str] = Counter()
         for s in self.sites:
             if s.readers:
-                uses.update({b.tensor for b in (*s.norm.blocks, *(b for r in s.readers for b in r.blocks))})
+                uses.update({b.name for b in (*s.norm.slots, *(b for r in s.readers for b in r.slots))})
         for _, w in self.writers:
-            uses.update(b.tensor for b in w.blocks)
-        uses.update({(id(rows.module), rows.attribute): rows.tensor for _, rows in self.tables}.values())
-        return {p for p, count in uses.items() if count > 1}
+            uses.update(b.name for b in w.slots)
+        uses.update({b.name for _, b in self.tables})
+        return {name for name, count in uses.items() if count > 1}
 
 
 Adapter = Callable[[nn.Module], Wiring]
 _ADAPTERS = ByClass[Adapter]()
-#: From a whole network and its backbone, of a known class, to a wiring.
-_BACKBONES = ByClass[Callable[[nn.Module, nn.Module], Wiring]]()
+#: From a whole network and the name of its backbone, of a known class, to a wiring.
+_BACKBONES = ByClass[Callable[[nn.Module, str], Wiring]]()
 #: A decorator for such functions: they wire a backbone alone, and below every head that is defined beside its class.
 register_backbone = _BACKBONES.register
 
@@ -265,36 +265,40 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
     Returns
     -------
     callable
-        Decorator for a function ``adapter(model) -> Wiring``.
+        Decorator for a function ``adapter(model) -> Wiring``, whose slots have the names that weights have in the model.
 
     Examples
     --------
     A norm in front of a linear layer that reads it alone:
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import Site, Wiring, affine, canonical_form, norm, register_wiring
+    >>> from quotient_manifolds.symmetries import ALL, find
+    >>> from quotient_manifolds.symmetries.whole import Site, Wiring, affine, norm, register_wiring
     >>> class Probe(nn.Sequential): pass
     >>> @register_wiring(Probe)
     ... def probe(model):
     ...     return Wiring(sites=[Site("0", norm(model, "0"), (affine(model, "1"),))])
-    >>> canonical_form(Probe(nn.LayerNorm(4), nn.Linear(4, 3))).dimensions
+    >>> find(Probe(nn.LayerNorm(4), nn.Linear(4, 3)), kinds=ALL).dimensions
     {'gain': 4, 'shift': 4, 'reader': 3, 'rotation': 3}
     """
     return _ADAPTERS.register(*classes)
 
 
-def wiring_of(model: nn.Module) -> Wiring | None:
+def wiring_of(model: nn.Module, at: str = "") -> Wiring | None:
     """Look up the wiring of a network by its exact class, or by that of its backbone under a head of the same file.
 
     Parameters
     ----------
     model : nn.Module
         Plain, compiled, or in DDP.
+    at : str
+        The name of the network in it, if it is a part.
 
     Returns
     -------
     Wiring or None
-        None for an unknown class; an empty wiring if layers of the class were replaced.
+        With the names of the model's weights, of tied ones the first. None for an unknown class; an empty wiring if
+        layers of the class were replaced.
 
     Examples
     --------
@@ -303,15 +307,27 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     >>> len(wiring_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)).sites)
     6
     """
-    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
-        model = next(model.children())
+    part = model.get_submodule(at)
+    while type(part).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        name, part = next(part.named_children())
+        at = f"{at}.{name}".removeprefix(".")
+    found, plain, first = _of_class(part), plain_names(model), first_names(model)
+
+    def name_of(name: str) -> str:
+        whole = plain(f"{at}.{name}".removeprefix("."))
+        return first.get(whole, whole)
+
+    return None if found is None else renamed(found, name_of)
+
+
+def _of_class(model: nn.Module) -> Wiring | None:
     adapter = _ADAPTERS.of(model)
     if adapter is not None:
         return adapter(model)
-    for base in (model, *model.children()):
+    for name, base in (("", model), *model.named_children()):
         headed = _BACKBONES.of(base)
         if headed is not None and plain_class(base).__module__ == plain_class(model).__module__:
-            return headed(model, base)
+            return headed(model, name)
     return None
 
 
@@ -342,26 +358,3 @@ def neurons(name: str, kind: str, up: Affine, down: Affine) -> SymmetricPair:
     """
     group = GL(up.matrix.rows, diagonal=True, positive=kind == "relu")
     return SymmetricPair(name, kind, group, tuple(up.written), (down.matrix,), part="neurons")
-
-
-def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
-    """List the pairs of hidden neurons that can be used.
-
-    Parameters
-    ----------
-    wiring : Wiring or None
-
-    Returns
-    -------
-    list of SymmetricPair
-        Without a group where parameters are not trainable, or not parameters.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import neuron_pairs, wiring_of
-    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
-    >>> [str(p.group) for p in neuron_pairs(wiring_of(encoder))]
-    ['(ℝ+)^16']
-    """
-    return [] if wiring is None else [usable(p) for p in merged(wiring.neurons)]

@@ -1,0 +1,168 @@
+"""From the wiring of a network, and its heads, to its symmetries outside the heads, in the order of folding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from torch import Tensor
+
+from ..pairs import Cause, Refusal, SymmetricPair
+from ..slots import Slot
+from .kinds import Action, Centring, Exchange, Gain, HeadBias, QKGains, Reader, Rotation, Scale, Shift, has_zeros
+from .wiring import Affine, Norm, Site, State, Wiring
+
+
+def actions_of(
+    wiring: Wiring | None, pairs: Sequence[SymmetricPair], weights: Mapping[str, Tensor], *, classes: bool
+) -> tuple[list[Action], list[Refusal]]:
+    """List the symmetries of a network outside its pairs, in the order of folding, and what is refused.
+
+    ``pairs`` are those of heads whose attention weights sum to 1; ``classes``: the network's logits are used only
+    through a softmax.
+    """
+    w = Wiring(closed=False) if wiring is None else wiring
+    lists = _Lists(w.tied(), weights)
+    for name, unit, a in w.scales:
+        lists.add(Scale("layer scale", name, unit, (), tuple(a.written)))
+    gains = [lists.add_gain(site) for site in w.sites if site.norm.gain is not None]
+    shifted = [site for site in w.sites if site.norm.shift is not None and site.readers and lists.add_shift(site)]
+    parts: Counter[str] = Counter()
+    for site in w.sites:
+        for r in site.readers if site.norm.centring else ():
+            if site.norm.shift is None or r.bias is not None or r.blind:
+                parts[r.matrix.name] += lists.add(Reader("reader", site.name, site.norm, r))
+    for name, q, k in w.qk_norms:
+        lists.add(QKGains("q/k gains", name, q, k))
+    for name, tables in w.score_tables:
+        lists.add(Exchange("score bias", name, tables, (), tables[0].size[1]))
+    # Without a wiring nobody vouches that attention weights sum to 1.
+    for bias_of, p in product((key_bias, value_bias) if w.sites else (key_bias,), pairs):
+        if (found := bias_of(p, shifted, weights)) is not None:
+            lists.add(found)
+    lists.add_stream(w)
+    for name, a in w.classifiers if classes else ():
+        matrix, *bias = a.written
+        lists.add(Centring("classes", name, (matrix,), parts[matrix.name]))
+        if bias:
+            lists.add(Centring("classes", f"{name} biases", (bias[0],)))
+    scales = [f"layer scale: {name}" for name, *_ in w.scales]
+    if w.closed and w.sites and not w.reads_stream_raw and all(gains) and lists.has(scales):
+        rows = (*w.vectors, *(s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted))
+        after = (*scales, *(f"gain: {s.name}" for s in w.sites if s.norm.gain is not None))
+        lists.add(Rotation("rotation", "the stream", tuple(dict.fromkeys(rows)), w.centred, after=after))
+    return lists.found, lists.refused
+
+
+class _Lists:
+    """The symmetries that were found, and those that were refused."""
+
+    def __init__(self, tied: set[str], weights: Mapping[str, Tensor]) -> None:
+        self.found, self.refused = list[Action](), list[Refusal]()
+        self._tied, self._weights = tied, weights
+
+    def add(self, a: Action, detail: str = "") -> bool:
+        """List an action, or refuse it; return whether it was found."""
+        cause = Cause.BROKEN if detail else self._obstacle(a)
+        if cause is None:
+            self.found.append(a)
+        else:
+            self.refused.append(Refusal(a.name, a.kind, cause, detail, G=a.slots))
+        return cause is None
+
+    def has(self, labels: Sequence[str]) -> bool:
+        """Return whether all of some actions were found."""
+        return {a.label for a in self.found}.issuperset(labels)
+
+    def _obstacle(self, a: Action) -> Cause | None:
+        if any(name in self._tied for name in a.names):
+            return Cause.SHARED
+        # Weights may be computed, by pruning for example.
+        return Cause.COMPUTED if any(name not in self._weights for name in a.names) else None
+
+    def add_gain(self, site: Site) -> bool:
+        """List the gain of a norm that only linear layers read; where a gain is 0, the shift must be folded first."""
+        its, shift = site.norm, _shift(site)
+        if not site.readers or site.carried or its.gain is None or its.gain.name not in self._weights:
+            return False
+        waits = shift is not None and has_zeros(its, State(self._weights), its.gain)
+        if waits and shift is not None and self._obstacle(shift):
+            return False
+        readers = tuple(r.matrix for r in site.readers)
+        after = (shift.label,) if waits and shift is not None else ()
+        its_shift = shift if waits else None
+        unit, alike = its.gain, tuple(its.slots[1:])
+        return self.add(Gain("gain", site.name, unit, alike, readers, its.offset, shift=its_shift, after=after))
+
+    def add_shift(self, site: Site) -> bool:
+        """List the shift of a norm."""
+        without = not site.norm.centring and any(r.bias is None and not r.blind for r in site.readers)
+        last = site.carried is not None and site.carried.bias is None
+        detail = "a reader without a bias" if without else "the next writer has no bias" if last else ""
+        shift = _shift(site)
+        return shift is not None and self.add(shift, detail)
+
+    def add_stream(self, w: Wiring) -> None:
+        """List what is added to a stream: constants that embeddings share, and the means of what norms centre."""
+        in_stream = {rows.name for _, rows in w.tables} | {b.name for _, a in w.writers for b in a.slots}
+        for name, source, targets in w.common:  # the part along 1 belongs to the writers already
+            d = source.size[1] - (w.centred and source.name in in_stream)
+            self.add(Exchange("embeddings", name, (source,), targets, d))
+        if not (w.centred and w.sites):
+            return
+        scales = {a.matrix: f"layer scale: {name}" for name, _, a in w.scales}
+        for name, a in w.writers:
+            after = (scales[a.matrix],) if a.matrix in scales else ()
+            detail = "" if self.has(after) else "its layer scale is not folded"
+            self.add(Centring("writer", name, tuple(a.written), after=after), detail)
+        for name, rows in w.tables:
+            self.add(Centring("writer", name, (rows,)))
+
+
+def _shift(site: Site) -> Shift | None:
+    beta, carried = site.norm.shift, None if site.carried is None else site.carried.bias
+    return None if beta is None else Shift("shift", site.name, beta, site.norm, site.readers, carried)
+
+
+def key_bias(pair: SymmetricPair, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
+    """Describe that of a head's keys."""
+    plain = pair.kind == "qk" and not pair.group.diagonal and len(pair.H) == 1
+    return _head_bias("key bias", pair, pair.null or (pair.H if plain else ()), shifted)
+
+
+def value_bias(pair: SymmetricPair, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
+    """Describe that of a head's values; None where values or outputs have no bias."""
+    places = [(s, *s.name.rpartition(".")) for s in pair.H]
+    outputs = [(s, f"{path}{dot}bias") for s, path, dot, own in places if own == "weight"]
+    outputs = [(s, name) for s, name in outputs if name in weights]
+    if pair.kind != "vo" or pair.group.diagonal or len(outputs) < len(pair.H):
+        return None
+    matrices = tuple((s, _vector(name, weights)) for s, name in outputs)
+    return _head_bias("value bias", pair, pair.G, shifted, matrices)
+
+
+def _vector(name: str, weights: Mapping[str, Tensor]) -> Slot:
+    """Describe a vector of weights as a row."""
+    (size,) = weights[name].shape
+    return Slot(name, (size,), 0, (1, size), (size, 1))
+
+
+def _head_bias(
+    kind: str, pair: SymmetricPair, rows: Sequence[Slot], shifted: Sequence[Site],
+    outputs: tuple[tuple[Slot, Slot], ...] = (),
+) -> HeadBias | None:  # fmt: skip
+    """Move the only bias in the rows of a head, or what stands for it, against the biases of ``outputs``."""
+    biases = [s for s in rows if s.rows == 1]
+    site = _reads(shifted, rows[0]) if len(rows) == 1 and not biases else None
+    if len(biases) != 1 and site is None:
+        return None
+    own = Affine(rows[0].transposed(), biases[0] if biases else None)
+    norm: Norm | None = None if site is None else site.norm
+    return HeadBias(kind, pair.name, own, norm, outputs, after=() if site is None else (f"shift: {site.name}",))
+
+
+def _reads(shifted: Sequence[Site], rows: Slot) -> Site | None:
+    """Return the folded, centring norm in front of a reader without a bias that has these rows."""
+    readers = ((s, r) for s in shifted if s.norm.centring for r in s.readers if r.bias is None and not r.blind)
+    return next((s for s, r in readers if r.matrix.name == rows.name), None)
