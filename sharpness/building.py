@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.blocks import masks
-from quotient_manifolds.symmetries.pairs import check_pairs
-from quotient_manifolds.symmetries.points import point_pairs
+from quotient_manifolds.symmetries import Cause, PairStack, Slot, Symmetries, find, slot, stacks
+from quotient_manifolds.symmetries.discovery import PAIRS, check_names, with_wiring
 from quotient_manifolds.symmetries.registry import unknown_attention
+from quotient_manifolds.symmetries.slots import masks
 from quotient_manifolds.symmetries.stacks import coverage
-from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
-from quotient_manifolds.weights import check_whole, is_point, is_sharded, plain_names
+from quotient_manifolds.symmetries.whole import Affine, Wiring
+from quotient_manifolds.weights import check_whole, is_point, is_sharded, plain_names, weights_of
 
 from .measures import ElementwiseBlock, Measure, PairBlock
-from .points import PointBlock, WeightBlock, check_points
+from .points import PointBlock, WeightBlock
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
-
-
-def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters by name, without the prefixes of ``torch.compile`` and of wrappers such as DDP."""
-    plain = plain_names(model)
-    return {plain(name): p for name, p in model.named_parameters()}
 
 
 def trainable(model: nn.Module, *, whole: bool = True) -> dict[str, nn.Parameter]:
@@ -40,7 +34,7 @@ def trainable(model: nn.Module, *, whole: bool = True) -> dict[str, nn.Parameter
     Unless they must be whole, parameters may be sharded by FSDP2.
     """
     check_whole(model, or_rows=not whole)
-    found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
+    found = {name: p for name, p in weights_of(model).items() if p.requires_grad}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
@@ -98,151 +92,154 @@ def _within(storage: np.ndarray, t: Tensor) -> np.ndarray:
     return np.ndarray(tuple(t.shape), f"V{size}", storage, size * t.storage_offset(), strides)
 
 
-def divide(
-    model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor], *,
-    form: CanonicalForm | None = None, only_some: bool = False, read: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> tuple[list[PairStack], dict[Tensor, Tensor], dict[Tensor, Tensor]]:  # fmt: skip
-    """Divide parameters into pairs and entries that move separately.
+def divided_out(
+    model: nn.Module, measure: Measure, given: Symmetries | None, names: Iterable[str], *, classes: bool = False
+) -> Symmetries:
+    """Return the symmetries that a measure divides out where the weights of some names move.
 
     Parameters
     ----------
     model, measure : nn.Module, Measure
-        The measure says which pairs are divided out, and whether lengths are needed.
-    pairs : sequence of SymmetricPair, optional
-        By default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
-    parameters : mapping of str to Tensor
-        Those that move, by name.
-    form : CanonicalForm, optional
-        The canonical form at which the parameters are: its pairs are divided out, its constants do not move.
-    only_some : bool
-        Pairs with other parameters than these are left out.
-    read : callable
-        Function that returns the values of a parameter there.
-
-    Returns
-    -------
-    list of PairStack
-        The pairs that are divided out.
-    dict of Tensor to Tensor
-        Masks of the entries of parameters that do not move in the canonical form.
-    dict of Tensor to Tensor
-        Where the measure asks for them, see :func:`vector_lengths`.
+    given : Symmetries, optional
+        By default those of heads and adapters that the model's classes name.
+    names : iterable of str
+        The weights that move.
+    classes : bool
+        For measures at the canonical form: the loss uses the logits only through a softmax.
     """
-    known: Sequence[SymmetricPair] = ()
-    if points := any(map(is_point, parameters.values())):
-        check_points(measure, parameters)
-    if measure.divides:
-        pairs = form.pairs if form is not None else pairs
-        known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
-    if measure.takes_points and points:  # also those beside the pairs that a caller gives
-        names = {p.name for p in known}
-        known = [*known, *(p for p in point_pairs(model) if p.name not in names)]
-    moving = set(parameters.values())
+    names = list(names)
+    kinds = PAIRS if measure.divides else ("points",) if measure.takes_points else ()
+    if not kinds:
+        return Symmetries()
+    found = find(model, kinds=kinds) if given is None or not measure.divides else given
+    if given is not None and measure.divides:
+        check_names(given.pairs, weights_of(model), type(model).__name__)
+        found = given if not measure.takes_points else _with_points(model, given)
+    if measure.form == "canonical" and not found.actions:
+        found = with_wiring(model, found, classes=classes)
+    return found.restricted(names).of_full_rank()
+
+
+def _with_points(model: nn.Module, given: Symmetries) -> Symmetries:
+    """Add the points that a user's pairs lack."""
+    names = {p.name for p in given.pairs}
+    return given.adding(*(p for p in find(model, kinds=("points",)).pairs if p.name not in names))
+
+
+def stacks_of(
+    measure: Measure, symmetries: Symmetries, weights: Mapping[str, Tensor], *, pieces: bool = True
+) -> list[PairStack]:
+    """Stack the pairs that a measure divides out; on a CPU in pieces."""
     # The representative that a stack uses may have other signs.
-    divided = [
-        p for p in known
-        if p.group is not None and not p.group.positive and (p.metric or measure.symmetry in ("all", p.kind))
+    pairs = [
+        p for p in symmetries.pairs if not p.group.positive and (p.metric or measure.symmetry in ("all", p.kind))
     ]  # fmt: skip
-    if only_some:
-        divided = [p for p in divided if moving.issuperset(p.parameters())]
-    for pair in divided:
-        if any(b.tensor not in moving for b in pair.G + pair.H):
-            raise ValueError(
-                f"the pair {pair.name!r} has weights that are no trainable parameters of {type(model).__name__}; pass "
-                "pairs as find_symmetric_pairs gives them for this model"
-            )
-    found = stacks(divided)
-    if next(iter(moving)).device.type == "cpu":
-        count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
-        found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
-    lengths = {}
-    if measure.elementwise == "vector":
-        lengths = vector_lengths(model, None if form is None else form.wiring, known, read)
-    return found, {} if form is None else form.constant, lengths
+    found = stacks(pairs, weights)
+    if not pieces or any(weights[name].device.type != "cpu" for s in found[:1] for name in s.names[:1]):
+        return found
+    count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
+    return [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
 
 
 @torch.no_grad()
 def vector_lengths(
-    model: nn.Module, wiring: Wiring | None, pairs: Sequence[SymmetricPair] = (),
-    read: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> dict[Tensor, Tensor]:  # fmt: skip
-    """Return the lengths of the vectors that a parameter's entries belong to, for every parameter, broadcastable.
+    model: nn.Module, symmetries: Symmetries, read: Callable[[str], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return the lengths of the vectors that a weight's entries belong to, for every weight, broadcastable.
 
     Vectors are: a neuron's row with its bias; a column of a layer that writes to the stream or reads rectified neurons;
     the bias of such a layer; and a row of an embedding or of any other table. What a pair's group moves, frozen or not,
-    is no part of the other vectors: a bias beside weights of ``pairs`` is a vector of its own, and so is one beside
-    quantised weights, which never move and have no length here. ``read`` returns the values of a parameter.
+    is no part of the other vectors: a bias beside weights of pairs is a vector of its own, and so is one beside
+    quantised weights, which never move and have no length here. ``read`` returns the values of a weight.
     """
-    wiring = Wiring() if wiring is None else wiring
-    moved = masks(b for pair in pairs if pair.group is not None or pair.frozen for b in pair.G + pair.H)
+    weights, wiring = weights_of(model), symmetries.wiring or Wiring()
+    values = read or (lambda name: weights[name].detach())
+    still = [r for r in symmetries.refused if r.cause is Cause.FROZEN and r.H]
+    moved = masks((s for p in (*symmetries.pairs, *still) for s in p.slots), weights)
 
-    def inside(p: Tensor) -> Tensor:
-        return moved[p] if p in moved else torch.zeros(p.shape, dtype=torch.bool, device=p.device)
+    def inside(name: str) -> Tensor:
+        p = weights[name]
+        return moved[name] if name in moved else torch.zeros(p.shape, dtype=torch.bool, device=p.device)
 
-    def norm(p: Tensor, *dims: int) -> Tensor:
+    def norm(name: str, *dims: int) -> Tensor:
         """Sum over the entries outside pairs, or over all where none is outside."""
-        w = read(p)
+        w = values(name)
         whole = torch.linalg.vector_norm(w, dim=dims, keepdim=True)
-        if p not in moved:
+        if name not in moved:
             return whole
-        mask = inside(p)
+        mask = inside(name)
         outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
-    def quantised(p: Tensor) -> bool:
+    def quantised(name: str) -> bool:
+        p = weights[name]
         return p.element_size() < 2 or not (p.is_floating_point() or p.is_complex())
 
     writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
-    found = {t: norm(t, a.stream_dim) for a in writers if not quantised(t := a.matrix.tensor)}
-    affines = {a.matrix.tensor: a for s in wiring.sites for a in s.readers}
-    for module in model.modules():
-        for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
-            W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
-            transposed = type(module).__name__ == "Conv1D"
-            if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)):
-                continue
-            if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has both a row and a bias
-                row = None if b is None else block(module, bias)
-                affines.setdefault(W, Affine(block(module, weight, transpose=transposed), row))
-    for a in affines.values():
-        matrix = a.matrix.tensor
+    found = {a.matrix.name: norm(a.matrix.name, a.stream_dim) for a in writers if not quantised(a.matrix.name)}
+    affines = _affines(model, weights) | {r.matrix.name: r for s in wiring.sites for r in s.readers}
+    for matrix, a in affines.items():
         if matrix in found or quantised(matrix):
             continue
-        inputs = [d for d in range(matrix.dim()) if d != a.stream_dim]
+        inputs = [d for d in range(weights[matrix].dim()) if d != a.stream_dim]
         found[matrix] = rows = norm(matrix, *inputs)
         if a.bias is not None:
-            added = a.bias.tensor
+            added = a.bias.name
             together = inside(matrix).sum(inputs).bool() == inside(added)
-            joint = torch.hypot(rows.flatten(), read(added))
+            joint = torch.hypot(rows.flatten(), values(added))
             found[added] = torch.where(together, joint, norm(added, 0))
             found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
-    for p in model.parameters():
-        if p not in found and not quantised(p):
-            found[p] = norm(p, -1) if p.dim() else read(p).abs()
-    for pair in (p for p in pairs if p.group is not None and p.group.positive and p.part != "neurons"):
+    for name, p in weights.items():
+        if name not in found and not quantised(name):
+            found[name] = norm(name, -1) if p.dim() else values(name).abs()
+    for pair in (p for p in symmetries.pairs if p.group.positive and p.part != "neurons"):
         for side in (pair.G, pair.H):  # such pairs are not divided out: each column is a vector
-            columns = torch.cat([part.of(read(part.tensor)) for part in side]).norm(dim=0)
-            for part in side:
-                found[part.tensor] = found[part.tensor].expand(part.shape).clone()
-                part.of(found[part.tensor]).copy_(columns)
+            columns = torch.cat([s.of(values(s.name)) for s in side]).norm(dim=0)
+            for s in side:
+                found[s.name] = found[s.name].expand(weights[s.name].shape).clone()
+                s.of(found[s.name]).copy_(columns)
     return found
 
 
+def _affines(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Affine]:
+    """Describe the layers of a model by the names of their matrices: rows of neurons with their biases."""
+    plain, found = plain_names(model), dict[str, Affine]()
+    for path, module in model.named_modules():
+        for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
+            W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
+            matrix, vector = (plain(f"{path}.{own}".removeprefix(".")) for own in (weight, bias))
+            transposed = type(module).__name__ == "Conv1D"
+            if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)) or matrix not in weights:
+                continue
+            if b is None or (b.shape == (W.shape[int(transposed)],) and vector in weights):  # else no neuron has both
+                row = None if b is None else placed_slot(module, bias, vector)
+                found[matrix] = Affine(placed_slot(module, weight, matrix, transpose=transposed), row)
+    return found
+
+
+def placed_slot(module: nn.Module, own: str, name: str, *, transpose: bool = False) -> Slot:
+    """Describe a parameter of a module by the name that it has in the model."""
+    return replace(slot(module, own, transpose=transpose), name=name)
+
+
 def build_blocks(
-    measure: Measure, parameters: Mapping[str, Tensor], dtype: torch.dtype, found: Sequence[PairStack],
-    constant: Mapping[Tensor, Tensor], lengths: Mapping[Tensor, Tensor],
+    measure: Measure, moving: Mapping[str, Tensor], dtype: torch.dtype, found: Sequence[PairStack],
+    constant: Mapping[str, Tensor], lengths: Mapping[str, Tensor],
 ) -> list[WeightBlock]:  # fmt: skip
-    """Return the blocks of parameters that :func:`divide` has divided, single ones first, then stacks of pairs."""
-    covered = coverage(found)
-    for p, mask in constant.items():
-        covered[p] = mask | covered[p] if p in covered else mask
+    """Return the blocks of the weights that move, single ones first, then stacks of pairs.
+
+    ``constant`` are masks of the entries that do not move, ``lengths`` those of the vectors that entries belong to.
+    """
+    covered = coverage(found, moving)
+    for name, mask in constant.items():
+        covered[name] = mask | covered[name] if name in covered else mask
     single: list[WeightBlock] = [
         PointBlock(name, p, dtype) if measure.takes_points and is_point(p)
-        else ElementwiseBlock(p, measure, dtype, covered.get(p), lengths.get(p))
-        for name, p in parameters.items()
-        if p not in covered or not bool(covered[p].all())
+        else ElementwiseBlock(name, p, measure, dtype, covered.get(name), lengths.get(name))
+        for name, p in moving.items()
+        if name not in covered or not bool(covered[name].all())
     ]  # fmt: skip
-    return single + [block_class(measure, s)(s, measure, dtype) for s in found]
+    return single + [block_class(measure, s)(s, moving, measure, dtype) for s in found]
 
 
 def block_class(measure: Measure, stack: PairStack) -> Any:
@@ -255,5 +252,5 @@ def warn_of_unknown(model: nn.Module) -> None:
     if names := unknown_attention(model):
         warnings.warn(
             f"no handler knows the symmetries of {names}, and there is no batch yet to examine them on, so their "
-            "weights move one by one; pass pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,
+            "weights move one by one; pass symmetries=find(model, batch)", stacklevel=3,
         )  # fmt: skip

@@ -266,9 +266,10 @@ def symmetries(
     complete
         Count every continuous symmetry, by kind.
     """
-    from quotient_manifolds.symmetries import check_coverage, default_forward, find_symmetric_pairs
+    from quotient_manifolds.symmetries import ALL, check_coverage, default_forward, find
     from quotient_manifolds.symmetries import verify as verify_pairs
-    from quotient_manifolds.symmetries.whole import canonical_form, verify_whole
+    from quotient_manifolds.symmetries.discovery import PAIRS
+    from quotient_manifolds.symmetries.whole import verify_whole
 
     from .models import load
 
@@ -277,14 +278,14 @@ def symmetries(
     if data is not None:
         batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
     with naming(f"{model} cannot be examined; --data gives it other inputs"):
-        pairs = find_symmetric_pairs(network, batch=batch)
-        print(canonical_form(network, pairs=pairs) if complete else pairs)
+        found = find(network, batch, kinds=ALL if complete else PAIRS)
+        print(found.table() if complete else found)
     if not verify:
         return 0
     if batch is None:
         raise ValueError("--verify needs inputs, which are known for images and texts only; give --data")
     with naming(f"{model} cannot be verified; --data gives it other inputs"):
-        check_coverage(network, lambda: default_forward(network, batch), pairs)
+        check_coverage(network, lambda: default_forward(network, batch), found)
         report: Any = (verify_whole if complete else verify_pairs)(network, batch)
     print(f"\n{report}")
     return 0 if report.ok else 1
@@ -326,7 +327,7 @@ def canonicalize(model: str, *, out: Path) -> int:
         form = canonicalize_(network)
         change = float((network(**loaded.example)[0].double() - before).abs().max() / before.abs().max())
         rounding = max(rounding_error(network), computed_in(lambda: network(**loaded.example)))
-    if not form.wired:
+    if not form.symmetries.wired:
         raise ValueError(f"the wiring of {type(network).__name__} is not known; describe it with register_wiring")
     # In half precision 10⁴ roundings would be any change at all.
     if not change <= min(0.1, 1e4 * rounding):
@@ -336,7 +337,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     for path in models.files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
         if not (out / path.name).exists():
             shutil.copy(path, out)
-    print(f"{form}\nlargest relative change of an output {change:.0e}")
+    print(f"{form.symmetries.table()}\nlargest relative change of an output {change:.0e}")
     print(f"LoRA adapters of {model} change other outputs on the new weights: merge them into {model} before")
     return 0
 

@@ -107,13 +107,14 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         v = space.project(v)
         if self._along_manifolds:
             return self._by_differences(v)
-        velocity = {p: torch.zeros_like(copy) for p, copy in space.copies.items()}
+        velocity = {name: torch.zeros_like(copy) for name, copy in space.copies.items()}
         with torch.no_grad():
             for block, c in space.each(v):
                 block.vector_(velocity, c, at_model=False)
         with _plain_attention():
             found = self.losses()
-            first, second = _with_product([found] if isinstance(found, Tensor) else found, velocity)
+            losses = [found] if isinstance(found, Tensor) else found
+            first, second = _with_product(losses, space.parameters, velocity)
         # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
         straight = space.pull_back(dict(first), None)
         return space.pull_back(second, None).add_(space.pull_back(first, v)).sub_(straight)
@@ -202,17 +203,17 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
 
 
 def _with_product(
-    losses: Iterable[Tensor], velocity: Mapping[Tensor, Tensor]
-) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
-    """Add up gradients by parameter, and products of the Hessians with the velocities of the parameters."""
-    moving, first, second = list(velocity), dict[Tensor, Tensor](), dict[Tensor, Tensor]()
+    losses: Iterable[Tensor], weights: Mapping[str, Tensor], velocity: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Add up gradients by name, and products of the Hessians with the velocities of the weights."""
+    moving, first, second = [weights[name] for name in velocity], dict[str, Tensor](), dict[str, Tensor]()
     for loss in losses:
         grads = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
         slope = sum(
-            ((g.conj() * velocity[p]).real.sum() for p, g in zip(moving, grads, strict=True)), loss.new_zeros(())
+            ((g.conj() * v).real.sum() for v, g in zip(velocity.values(), grads, strict=True)), loss.new_zeros(())
         )
         twice = torch.autograd.grad(slope, moving, materialize_grads=True) if slope.requires_grad else ()
         for into, some in ((first, grads), (second, twice)):
-            for p, g in zip(moving, some, strict=False):
-                into[p] = into[p] + g.detach() if p in into else g.detach()
+            for name, g in zip(velocity, some, strict=False):
+                into[name] = into[name] + g.detach() if name in into else g.detach()
     return first, second

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import in_double
-from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import Block
-from quotient_manifolds.symmetries.pairs import in_copy
+from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.registry import candidates, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.symmetries.whole import canonical_form
-from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to
+from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
 
-from .building import block_class, divide, named_weights
+from .building import block_class, stacks_of
 from .errors import aligned
 from .measures import Measure, PairBlock
 from .points import PointBlock, WeightBlock
@@ -57,12 +55,8 @@ class Direction:
     squares : dict of (str, str, int or None) to float
         Squared length by layer, part of the network and attention head, see :class:`sharpness.LayerShare`; they add up
         to norm².
-    pairs : tuple of SymmetricPair
-        The pairs that were divided out.
-    given : sequence of SymmetricPair or None
-        The pairs that the measurement was given or found by examination; None if the model's classes name them.
-    classes : bool
-        For measures at the canonical form: the logits are centred over the classes there.
+    symmetries : Symmetries
+        Those that were divided out.
 
     Examples
     --------
@@ -82,9 +76,7 @@ class Direction:
     tensors: dict[str, Tensor] = field(repr=False)
     norm: float
     squares: dict[tuple[str, str, int | None], float] = field(default_factory=dict, repr=False)
-    pairs: tuple[SymmetricPair, ...] = field(default=(), repr=False)
-    given: Sequence[SymmetricPair] | None = field(default=None, repr=False)
-    classes: bool = False
+    symmetries: Symmetries = field(default=Symmetries(), repr=False)
 
 
 @contextmanager
@@ -136,52 +128,38 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
         yield model
 
 
-def along(
-    model: nn.Module, direction: Direction
-) -> tuple[Mapping[Tensor, Tensor], Callable[[float], dict[Tensor, Tensor]]]:
+def along(model: nn.Module, direction: Direction) -> tuple[Mapping[str, Tensor], Callable[[float], dict[str, Tensor]]]:
     """Return the weights of a model's representative, and a function from t to those at t, for :func:`pointing_to`."""
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
     check_whole(model)
-    parameters = named_weights(model)
+    weights, measure, symmetries = weights_of(model), direction.measure, direction.symmetries
     for name, v in direction.tensors.items():
-        if name not in parameters or parameters[name].shape != v.shape:
+        if name not in weights or weights[name].shape != v.shape:
             raise ValueError(
                 f"the direction has a tensor {name!r} of shape {tuple(v.shape)}, which {type(model).__name__} lacks; "
                 "it belongs to another model"
             )
-    moving = {name: parameters[name] for name in direction.tensors}
     with torch.no_grad():
-        vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
-        measure, canonical = direction.measure, direction.measure.form == "canonical"
-        pairs = direction.given if canonical else direction.pairs
-        if pairs and not all(b.module in set(model.modules()) for b in pairs[0].G):  # of the copy that was measured
-            pairs = in_copy(pairs, pairs[0].model or model, model)
-        trained = {p: p.requires_grad for p in parameters.values()}
-        try:  # the form depends on what is frozen, which may have changed since
-            for name, p in parameters.items():
-                p.requires_grad_(name in direction.tensors)
-            form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
-        finally:
-            for p, before in trained.items():
-                p.requires_grad_(before)
-        base = {} if form is None else form.values
+        vector = {name: v.to(weights[name].device) for name, v in direction.tensors.items()}
+        form = canonical_form(weights, symmetries) if measure.form == "canonical" else None
+        base, symmetries = ({}, symmetries) if form is None else (form.values, form.symmetries)
         with pointing_to(model, base):
-            found, *_ = divide(model, measure, pairs, moving, form=form, only_some=canonical)
-            blocks = [block_class(measure, s)(s, measure, torch.float64, at_model=True) for s in found]
-            inside = {p for b in blocks for p in b.parameters}
-            alone = {name: p for name, p in moving.items() if measure.takes_points and is_point(p) and p not in inside}
-            points = [PointBlock(name, p, torch.float64) for name, p in alone.items()]
+            found = stacks_of(measure, symmetries, weights)
+            blocks = [block_class(measure, s)(s, weights, measure, torch.float64, at_model=True) for s in found]
+            inside = {name for b in blocks for name in b.names}
+            alone = [name for name in vector if measure.takes_points and is_point(weights[name]) and name not in inside]
+            points = [PointBlock(name, weights[name], torch.float64) for name in alone]
 
     @torch.no_grad()
-    def moved(t: float) -> dict[Tensor, Tensor]:
-        weights = {p: (in_double(base.get(p, p)) + t * in_double(v)).to(v) for p, v in vector.items()}
+    def moved(t: float) -> dict[str, Tensor]:
+        ends = {n: (in_double(base.get(n, weights[n])) + t * in_double(v)).to(v) for n, v in vector.items()}
         for point in points:
-            weights[point.parameter].copy_(point.retract(t * in_double(vector[point.parameter])))
+            ends[point.name].copy_(point.retract(t * in_double(vector[point.name])))
         for block in blocks:
             u = block.stack.gather(vector)
-            block.stack.scatter_(block.retract(t * u.to(block.tangent.x)), weights)
-        return weights
+            block.stack.scatter_(block.retract(t * u.to(block.tangent.x)), ends)
+        return ends
 
     return base, moved
 
@@ -267,44 +245,43 @@ class NetworkParts:
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, Tensor], pairs: Iterable[SymmetricPair]) -> None:
-        pairs = [p for p in pairs if p.group is not None]
-        self._inside: dict[Tensor, list[tuple[str, Block]]] = {}
+        pairs = list(pairs)
+        self._inside: dict[str, list[tuple[str, Slot]]] = {}
         for pair in pairs:
-            for part in pair.G + pair.H + pair.null:
-                self._inside.setdefault(part.tensor, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), part))
+            for s in dict.fromkeys(pair.slots + pair.null):
+                self._inside.setdefault(s.name, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), s))
         plain = plain_names(model)
         known = {name: m for name, m in model.named_modules() if handler_of(m) is not None}
         layers = {plain(name): m for name, m in (known | candidates(model)).items()}
         attention = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"}
         attention |= set(map(_block, layers))
-        roles = {p: part for m in layers.values() for p, part in self._of_roles(m)}
-        tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
-        self._layers, self._rest = dict[Tensor, str](), dict[Tensor, str]()
+        roles = {name: part for path, m in layers.items() for name, part in self._of_roles(m, path)}
+        tables = {f"{plain(n)}.weight" for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
+        self._layers, self._rest = dict[str, str](), dict[str, str]()
         for name, p in names.items():
-            self._layers[p], self._rest[p] = _layer(name, attention), roles.get(p, "MLP")
-            embeds = p in tables or bool(_EMBEDDING.search(name))
-            if p in roles:
+            self._layers[name], self._rest[name] = _layer(name, attention), roles.get(name, "MLP")
+            embeds = name in tables or bool(_EMBEDDING.search(name))
+            if name in roles:
                 continue
-            if self._layers[p] not in attention and _HEAD.search(name) and not embeds:
-                self._rest[p] = "head"
-            elif p in tables or (p.dim() > 1 and embeds):
-                self._rest[p] = "embeddings"
+            if self._layers[name] not in attention and _HEAD.search(name) and not embeds:
+                self._rest[name] = "head"
+            elif name in tables or (p.dim() > 1 and embeds):
+                self._rest[name] = "embeddings"
             elif p.squeeze().dim() < 2:
-                self._rest[p] = "norms and biases"
+                self._rest[name] = "norms and biases"
 
-    def _of_roles(self, layer: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    def _of_roles(self, layer: nn.Module, path: str) -> Iterator[tuple[str, str]]:
         """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
         if (roles := roles_of(layer)) is None:
             return
         for letter, where in roles.projections.items():
-            owners = [(where.module, where.weight)]
-            owners += [(where.bias_module or where.module, where.bias)] * (letter != "o")
-            for owner, attribute in owners:
-                if isinstance(p := getattr(owner, attribute, None), Tensor):
-                    rest = set(roles.homes[letter])
-                    for part, _ in self._inside.get(p, ()):
-                        rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
-                    yield p, "Q–K" if rest & {"q", "k"} else "V–O"
+            owned = [where.name(where.weight)]
+            owned += [where.name(where.bias, where.bias_path)] * (letter != "o")
+            for name in (f"{path}.{own}".removeprefix(".") for own in owned):
+                rest = set(roles.homes[letter])
+                for part, _ in self._inside.get(name, ()):
+                    rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
+                yield name, "Q–K" if rest & {"q", "k"} else "V–O"
 
     def squares(self, vector: Iterable[tuple[WeightBlock, Tensor]]) -> dict[Place, float]:
         """Add up the squared coordinates at every place, in the order of the parameters.
@@ -321,16 +298,16 @@ class NetworkParts:
     def _of_block(self, block: WeightBlock, c: Tensor) -> Iterator[tuple[Place, float]]:
         if isinstance(block, PairBlock):
             for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
-                layer = self._layers[pair.G[0].tensor]
+                layer = self._layers[pair.G[0].name]
                 if pair.metric and pair.kind != "point":  # weights that are computed from a point
                     layer = _block(pair.module)
                 yield (layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head), square
         else:
-            p, squares = block.parameter, c.square()
-            for name, part in self._inside.get(p, ()):
-                yield (self._layers[p], name, None), float(part.of(squares).sum())
-                part.of(squares).zero_()
-            yield (self._layers[p], self._rest[p], None), float(squares.sum())
+            name, squares = block.name, c.square()
+            for part, s in self._inside.get(name, ()):
+                yield (self._layers[name], part, None), float(s.of(squares).sum())
+                s.of(squares).zero_()
+            yield (self._layers[name], self._rest[name], None), float(squares.sum())
 
 
 def _block(module: str) -> str:

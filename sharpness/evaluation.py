@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from tqdm.auto import tqdm
 
 from quotient_manifolds.linalg import as_count
-from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import plain_class, preserve_model_state
 
 from .ascent import ASCENTS, Ascent
@@ -41,7 +41,7 @@ _HALVINGS = 12
 def evaluate(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None, statistic: str = "worst",
-    pairs: Sequence[SymmetricPair] | None = None, micro_batch: int | None = None, keep_directions: bool | None = None,
+    symmetries: Symmetries | None = None, micro_batch: int | None = None, keep_directions: bool | None = None,
     progress: bool = True, group: ProcessGroup | None = None, **search: Any,
 ) -> SharpnessResult:  # fmt: skip
     r"""Measure the sharpness of a model: how far the loss rises within a ball around its weights.
@@ -65,9 +65,9 @@ def evaluate(
     statistic : {"worst", "average", "gradient norm", "Hessian"}
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate; the others are
         those of :func:`gradient_norm` and :func:`hessian`.
-    pairs : sequence of SymmetricPair, optional
-        The pairs that are divided out, by default ``find_symmetric_pairs(model)``, with the first batch if there is
-        attention of an unknown class, which outside of given pairs is a warning and a remark.
+    symmetries : Symmetries, optional
+        Those that are divided out, by default ``find(model)``, with the first batch if there is attention of an unknown
+        class, which outside of given ones is a warning and a remark.
     micro_batch : int, optional
         Examples per pass: less memory, the same result.
     keep_directions : bool, optional
@@ -114,7 +114,7 @@ def evaluate(
     objective = Objective(loss_fn, micro_batch)
     measure, radii, options = _checked(get_measure(measure), rho, statistic, search)
     return _evaluate(
-        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs
+        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, symmetries
     )
 
 
@@ -129,7 +129,7 @@ def gradient_norm(
     Parameters
     ----------
     model, batches, loss_fn, **options
-        As :func:`evaluate` takes them: measure, pairs, micro_batch, group and so on.
+        As :func:`evaluate` takes them: measure, symmetries, micro_batch, group and so on.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def hessian(
     Parameters
     ----------
     model, batches, loss_fn, **options
-        As :func:`evaluate` takes them: measure, pairs, micro_batch, group, the seed of the random vectors and so on.
+        As :func:`evaluate` takes them: measure, symmetries, micro_batch, group, the seed of the random vectors and so on.
     num_matvecs : int
         Products with the Hessian for its trace, rounded down to a multiple of 3.
 
@@ -181,7 +181,7 @@ def hessian(
 def _evaluate(
     model: nn.Module, batches: Iterable[Any], measure: Measure, radii: tuple[float, ...], statistic: str,
     search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None,
-    pairs: Sequence[SymmetricPair] | None,
+    symmetries: Symmetries | None,
 ) -> SharpnessResult:  # fmt: skip
     """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
     sharded = is_sharded_model(model)
@@ -205,7 +205,7 @@ def _evaluate(
         state,
         state,  # twice: the second exit repeats a restoration that an interrupt cut short
         progress_bar(total or None, measure.name, "step", progress=progress) as bar,
-        attached_space(model, batches, measure, objective, pairs) as (space, numbered),
+        attached_space(model, batches, measure, objective, symmetries) as (space, numbered),
     ):
         for index, batch in numbered:
             if world.size > 1:

@@ -21,10 +21,10 @@ from quotient_manifolds import Gauge, GLTangentSpace, canonical_gauge
 from quotient_manifolds.linalg import at_least_float32, in_double, standard_normal
 from quotient_manifolds.metrics import METRICS
 from quotient_manifolds.symmetries import PairStack
-from quotient_manifolds.symmetries.blocks import real_view
+from quotient_manifolds.symmetries.slots import real_view
 
-#: Tensors by the parameter that they belong to.
-Tensors = Mapping[Tensor, Tensor]
+#: Tensors by the names of weights.
+Tensors = Mapping[str, Tensor]
 #: A geodesic that would leave the manifold is shortened to this share of its exit time.
 _INSIDE = 0.99
 
@@ -195,30 +195,30 @@ class ElementwiseBlock:
     of w. So w + ξ = w + w ζ needs no division, and zero weights do not move. ``lengths``, the lengths of the vectors
     that the entries belong to, replace w if they are given.
 
-    All blocks have the methods below (that of pairs says in ``refresh`` whether to factorise), and a list
-    ``parameters`` of those of which entries belong to the block. Vectors c, ``at`` and ``out`` are flat, (dim,), real;
-    arguments of the type :data:`Tensors` have a tensor for each parameter, and those without one are read as zero.
-    Methods that end in an underscore write to their arguments, and only to entries that belong to the block.
+    All blocks have the methods below (that of pairs says in ``refresh`` whether to factorise), and ``names`` of the
+    weights of which entries belong to the block. Vectors c, ``at`` and ``out`` are flat, (dim,), real; arguments of the
+    type :data:`Tensors` have a tensor for each weight, and those without one are read as zero. Methods that end in an
+    underscore write to their arguments, and only to entries that belong to the block.
     """
 
     def __init__(
-        self, parameter: Tensor, measure: Measure, dtype: torch.dtype, covered: Tensor | None = None,
+        self, name: str, weight: Tensor, measure: Measure, dtype: torch.dtype, covered: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.parameter, self.parameters, self.dtype, self.dim = parameter, [parameter], dtype, parameter.numel()
+        self.name, self.names, self.dtype, self.dim = name, (name,), dtype, weight.numel()
         self._adaptive, self._covered, self._lengths = measure.elementwise == "adaptive", covered, lengths
-        self.refresh()
+        self.refresh({name: weight})
 
-    def refresh(self) -> None:
-        """Go to the parameter's present value."""
-        self._base = self.parameter.data
+    def refresh(self, weights: Tensors) -> None:
+        """Go to the present value of the weight."""
+        self._base = weights[self.name].data
         scale = self._base if self._adaptive else self._base.new_ones(()).expand(self._base.shape)
         scale = scale if self._lengths is None else self._lengths.expand(self._base.shape)
         self._scale = scale if self._covered is None else scale.masked_fill(self._covered, 0)  # ξ = scale · ζ
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
         """Write the tangent vector with coordinates c, at the model's weights or at those from which it moves."""
-        out[self.parameter].copy_(self._scale * c.view(self._scale.shape))
+        out[self.name].copy_(self._scale * c.view(self._scale.shape))
 
     def project(self, c: Tensor) -> Tensor:
         """Return the horizontal part of a vector: remove what belongs to pairs, and what does not move, as zeros."""
@@ -230,7 +230,7 @@ class ElementwiseBlock:
 
     def move_(self, out: Tensors, c: Tensor | None) -> None:
         """Write the weights R(c) = w + scale · c; for None the weights at which the block is."""
-        target = out[self.parameter]
+        target = out[self.name]
         if c is None:
             target.copy_(self._base)
         elif self._base.dtype == self.dtype == target.dtype:
@@ -241,7 +241,7 @@ class ElementwiseBlock:
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Write the gradient of c → ℓ(R(c)) at ``at`` (None: 0), from that of ℓ with respect to the weights there."""
-        g = gradient.get(self.parameter)
+        g = gradient.get(self.name)
         if g is None:
             out.zero_()
         else:
@@ -266,13 +266,16 @@ class PairBlock:
         (pairs, h), which of them are above rounding.
     """
 
-    def __init__(self, stack: PairStack, measure: Measure, dtype: torch.dtype, *, at_model: bool = False) -> None:
+    def __init__(
+        self, stack: PairStack, weights: Tensors, measure: Measure, dtype: torch.dtype, *, at_model: bool = False
+    ) -> None:
         assert measure.pair_metric is not None
-        self.stack, self.measure, self.parameters = stack, measure, stack.parameters()
+        self.stack, self.measure, self.names = stack, measure, stack.names
+        self._like = weights[stack.names[0]].detach().flatten()[:0]
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
-        self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
+        self._tolerance = torch.finfo(at_least_float32(self._like.dtype)).eps ** 0.5
         with torch.no_grad():
-            x = stack.gather()
+            x = stack.gather(weights)
             gauge = canonical_gauge(*in_double(x).split([stack.n, stack.m], dim=-2))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
             rounded = gauge if at_model else gauge.to(dtype, x.device)
@@ -297,6 +300,10 @@ class PairBlock:
         """View coordinates in the shape of the stack's point."""
         x = self.tangent.x
         return torch.view_as_complex(c.view(*x.shape, 2)) if x.is_complex() else c.view(x.shape)
+
+    def gather(self, gradient: Tensors) -> Tensor:
+        """Stack gradients; those that are absent are zero."""
+        return self.stack.gather(gradient, self._like)
 
     def _vector(self, c: Tensor) -> Tensor:
         return self.tangent.from_coordinates(self._view(c).to(self.tangent.x.dtype))
@@ -345,7 +352,7 @@ class PairBlock:
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Pull back through the retraction, by its closed form or by autograd, and project."""
-        egrad = self.stack.gather(gradient).to(self.tangent.x.dtype)
+        egrad = self.gather(gradient).to(self.tangent.x.dtype)
         if at is not None and self._fused:
             self.tangent.pullback_coordinates(self._view(at), egrad, out=self._view(out))
             return
@@ -356,9 +363,9 @@ class PairBlock:
         self._view(out).copy_(self.tangent.project_coordinates(self.tangent.dual_coordinates(egrad)))
 
     @torch.no_grad()
-    def refresh(self, *, factorise: bool) -> None:
-        """Go to the model's own representative. The gauge may be an older one: any that is well conditioned will do."""
-        x, gauge = self.stack.gather(), self.tangent.gauge
+    def refresh(self, weights: Tensors, *, factorise: bool) -> None:
+        """Go to the weights' own representative. The gauge may be an older one: any that is well conditioned will do."""
+        x, gauge = self.stack.gather(weights), self.tangent.gauge
         if factorise or not bool(self.tangent.present.all()):
             gauge = canonical_gauge(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype, x.device)
         self.tangent = GLTangentSpace(self.tangent.metric, gauge, x, tolerance=self._tolerance, moved=True)

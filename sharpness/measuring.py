@@ -6,7 +6,8 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,17 +20,16 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.passes import eager, tensors, to_device
-from quotient_manifolds.symmetries import NotASymmetryError, SymmetricPair
-from quotient_manifolds.symmetries.discovery import find_symmetric_pairs
+from quotient_manifolds.symmetries import Cause, NotASymmetryError, Refusal, SymmetricPair, Symmetries, find
 from quotient_manifolds.symmetries.examination import examine_model
 from quotient_manifolds.symmetries.lora import zero_norm
-from quotient_manifolds.symmetries.pairs import CHANGES
+from quotient_manifolds.symmetries.pairs import pairs_of
+from quotient_manifolds.symmetries.placing import placing, settled
 from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
-from quotient_manifolds.symmetries.stacks import PairList
-from quotient_manifolds.weights import plain_class, plain_names
+from quotient_manifolds.weights import plain_class, plain_names, weights_of
 
-from .building import named_weights, trainable
+from .building import trainable
 from .distributed import check_alike, is_sharded_model, world_of
 from .losses import Objective, computed_in, count_examples, rounding_error, to_float32
 from .measures import Measure, get_measure
@@ -227,7 +227,7 @@ class _Seen(TorchFunctionMode):
 @contextmanager
 def attached_space(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
-    pairs: Sequence[SymmetricPair] | None = None,
+    symmetries: Symmetries | None = None,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
@@ -243,73 +243,76 @@ def attached_space(
             raise ValueError("batches is empty; pass at least one batch")
         first = to_device(first, next(iter(trainable(model, whole=False).values())).device)
         remarks: list[str] = []
-        loss, pairs = _check_first(model, objective, first, measure, pairs, remarks)
+        loss, symmetries = _check_first(model, objective, first, measure, symmetries, remarks)
         if measure.form == "own":
-            space = make(measure, pairs)
+            space = make(measure, symmetries)
         else:
-            space = _at_canonical_form(partial(make, pairs=pairs), measure, objective, first, loss, remarks)
+            make = partial(make, symmetries=symmetries)
+            space = _at_canonical_form(make, measure, objective, first, loss, remarks)
         space.remarks = remarks
-        if pairs is None and not measure.divides and not is_sharded_model(model):
+        if symmetries is None and not measure.divides and not is_sharded_model(model):
             space.examine = partial(_heads_of, model, objective, to_float32(first) if space.in_float32 else first)
         with space.attached():
             yield space, enumerate(itertools.chain([first], stream))
 
 
 def _check_first(
-    model: nn.Module, objective: Objective, batch: Any, measure: Measure, pairs: Sequence[SymmetricPair] | None,
+    model: nn.Module, objective: Objective, batch: Any, measure: Measure, symmetries: Symmetries | None,
     remarks: list[str],
-) -> tuple[float, Sequence[SymmetricPair] | None]:  # fmt: skip
-    """Check that the loss is finite, and examine layers of unknown classes unless pairs are given.
+) -> tuple[float, Symmetries | None]:  # fmt: skip
+    """Check that the loss is finite, and examine layers of unknown classes unless symmetries are given.
 
-    Returns the loss, and the pairs: those given, those found by examination, or None if the model's classes name them.
+    Returns the loss, and the symmetries: those given, those found by examination, or None if the model's classes name
+    them.
     """
-    run, given = partial(objective.value, model, batch), pairs is not None
+    if symmetries is not None and not isinstance(symmetries, Symmetries):
+        raise TypeError(f"symmetries must be as find(model) returns them, got {type(symmetries).__name__}")
+    run, given = partial(objective.value, model, batch), symmetries is not None
     may_examine = measure.divides and not given and not is_sharded_model(model)
     if may_examine and candidates(model):
-        pairs = _examined(model, objective, batch, remarks)
+        symmetries = _examined(model, objective, batch, remarks)
     try:
-        loss: float = check_coverage(model, run, pairs or ()) if measure.divides else run()
+        loss: float = check_coverage(model, run, symmetries) if measure.divides else run()
     except UnknownAttentionError as error:
         if given:
             _warn(f"outside of the pairs that were given, {error}", remarks)
             loss = run()
         elif not may_examine:
-            how = "a sharded model is not examined, so pass pairs=find_symmetric_pairs(model, batch=batch) of before"
+            how = "a sharded model is not examined, so pass symmetries=find(model, batch) of before"
             raise UnknownAttentionError(error.path, error.cls, f"{error.call}; {how} fully_shard") from error
-        elif pairs is not None:
+        elif symmetries is not None:
             raise
         else:
-            pairs = _examined(model, objective, batch, remarks)
-            loss = check_coverage(model, run, pairs)
+            symmetries = _examined(model, objective, batch, remarks)
+            loss = check_coverage(model, run, symmetries)
     if not math.isfinite(loss):
         why = zero_norm(model) or "a sharpness needs a finite loss to start from"
         raise ValueError(f"the loss of batch 0 is {loss}; {why}")
-    return loss, pairs
+    return loss, symmetries
 
 
-def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> PairList:
-    """Find pairs by an examination on the first batch, and remark what was examined and what came of it."""
+def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> Symmetries:
+    """Find symmetries by an examination on the first batch, and remark what was examined and what came of it."""
 
     def losses(model: nn.Module, batch: Any) -> list[Tensor]:
         with objective.only_values():
             return [objective(model, part).loss for _, part in objective.pieces(model, batch)]
 
-    pairs, plain = find_symmetric_pairs(model, batch=batch, forward=losses), plain_names(model)
+    found, plain = find(model, batch, forward=losses), plain_names(model)
     classes = {plain(name): type(m).__name__ for name, m in model.named_modules() if handler_of(m) is None}
-    reasons: dict[str, list[str]] = {}
-    for p in pairs:
+    counts, reasons = Counter[str](), dict[str, dict[str, None]]()
+    for p in (*found.pairs, *found.refused):
         if p.module in classes:
-            reasons.setdefault(classes[p.module], []).append(p.reason)
+            counts[classes[p.module]] += isinstance(p, SymmetricPair)
+            of_class = reasons.setdefault(classes[p.module], {})
+            of_class |= {p.reason: None} if isinstance(p, Refusal) else {}
     if reasons:
-        said = []
-        for cls, of_pairs in reasons.items():
-            why = [f"; {reason}" for reason in dict.fromkeys(of_pairs) if reason]
-            said.append(f"{cls} ({of_pairs.count('')} pairs{''.join(why)})")
+        said = [f"{cls} ({counts[cls]} pairs{''.join(f'; {r}' for r in of)})" for cls, of in reasons.items()]
         remarks.append(f"layers of classes without a handler were examined on the first batch: {', '.join(said)}")
-    refused = [p.name for p in pairs if p.reason == CHANGES and p.module not in classes]
+    refused = [r.name for r in found.refused if r.cause is Cause.CHANGES and r.module not in classes]
     if refused:
-        remarks.append(f"left out, for {CHANGES}: {', '.join(refused)}")
-    return pairs
+        remarks.append(f"left out, for {Cause.CHANGES.value}: {', '.join(refused)}")
+    return found
 
 
 def _heads_of(model: nn.Module, objective: Objective, batch: Any) -> list[SymmetricPair]:
@@ -317,8 +320,8 @@ def _heads_of(model: nn.Module, objective: Objective, batch: Any) -> list[Symmet
     roles = map(roles_of, candidates(model).values())
     if all(r is not None and all(len(home) == 1 for home in r.homes.values()) for r in roles):
         return []
-    found = examine_model(model, partial(objective.value, model, batch))
-    return [p for pairs in found.values() for p in pairs]
+    placed, found = placing(model), examine_model(model, partial(objective.value, model, batch))
+    return pairs_of(settled([p for path, claims in found.items() for p in placed(claims, path)], model))
 
 
 def _at_canonical_form(
@@ -347,21 +350,33 @@ def _at_canonical_form(
             "wiring, or use the measure 'geodesic-inv'"
         )
     assert space.form is not None
-    divided = [b for pair in space.form.pairs if pair.group is not None for b in pair.G + pair.H]
-    inside_pairs = {getattr(b.module, b.attribute) for b in divided}  # of a sharded model perhaps a few rows
-    if not space.form.wired and not inside_pairs.issuperset(space.parameters.values()):
+    found = space.form.symmetries
+    inside_pairs = {name for pair in found.pairs for name in pair.names}  # of a sharded model perhaps a few rows
+    if not found.wired and not inside_pairs.issuperset(space.parameters):
         _warn(
             f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
             "its heads and key biases alone, and other symmetries move the result; describe it with "
             "register_wiring, or use the measure 'geodesic-inv'", remarks,
         )  # fmt: skip
-    if space.form.halting:
-        names = _listed(named_weights(model), space.form.halting)
+    if halting := _halting(found, space.parameters):
+        names = _listed(weights_of(model), halting)
         remarks.append(
             f"frozen weights keep {measure.name} from dividing out symmetries that move trained ones too, so that "
             f"networks of one function may differ in it; train these as well: {names}"
         )
     return space
+
+
+def _halting(symmetries: Symmetries, moving: Collection[str]) -> set[str]:
+    """Name the weights that, not moving, keep symmetries from being divided out that would move lengths of others."""
+    adapters = {name for r in (*symmetries.pairs, *symmetries.refused) if r.kind == "lora" for name in r.names}
+    # The lengths of neurons go with their scale, and those of vectors do not depend on a rotation of the stream.
+    halves = [
+        set(r.names)
+        for r in symmetries.refused
+        if r.cause is Cause.FROZEN and r.kind != "rotation" and r.part != "neurons"
+    ]
+    return {name for half in halves if (half - adapters) & set(moving) for name in half if name not in moving}
 
 
 def _unlike(space: WeightSpace, moved: float, loss: float, rounding: float) -> bool:

@@ -18,9 +18,8 @@ from torch import nn
 
 from quotient_manifolds.linalg import as_count
 from quotient_manifolds.passes import to_device
-from quotient_manifolds.weights import is_narrow, pointing_to, preserve_model_state
+from quotient_manifolds.weights import is_narrow, pointing_to, preserve_model_state, weights_of
 
-from .building import named_weights
 from .direction import Direction, LayerShare, LayerShares, along
 from .errors import require_extra
 from .files import atomic_write, write_text
@@ -126,7 +125,7 @@ def plot_profile(
     >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1)
     >>> drawn = plot_profile(model, batch, result.direction(0))
     """
-    objective, named = Objective(**options), named_weights(model)
+    objective, named = Objective(**options), weights_of(model)
     times, losses = np.linspace(-2, 2, as_count("points", points, least=2)), list[float]()
     state = preserve_model_state(model)
     with state, state, torch.inference_mode(False), torch.enable_grad():

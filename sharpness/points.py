@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import geoopt
 import torch
 from torch import Tensor
 
 from quotient_manifolds.linalg import in_double, standard_normal
-from quotient_manifolds.symmetries.blocks import real_view
+from quotient_manifolds.symmetries.slots import real_view
 from quotient_manifolds.weights import is_point
 
 from .measures import ElementwiseBlock, Measure, PairBlock, Tensors
@@ -46,17 +47,18 @@ class PointBlock:
     """
 
     def __init__(self, name: str, parameter: geoopt.ManifoldParameter, dtype: torch.dtype) -> None:
-        self.name, self.parameter, self.parameters, self.dtype = name, parameter, [parameter], dtype
+        self.name, self.names, self.dtype = name, (name,), dtype
         one = parameter[(0,) * (parameter.dim() - parameter.manifold.ndim)]
         size = one.numel() * (2 if one.is_complex() else 1)
         self.dim = real_view(parameter.detach()).numel()
         self._shape = self.dim // size, size
-        self.refresh()
+        self.refresh({name: parameter})
 
-    def refresh(self) -> None:
+    def refresh(self, weights: Mapping[str, Any]) -> None:
         """Go to the parameter's present value."""
-        self.x, self.manifold = in_double(self.parameter.data), self.parameter.manifold
-        if self.x.device != self.parameter.device:  # the manifold's own numbers may be there
+        parameter = weights[self.name]
+        self.x, self.manifold = in_double(parameter.data), parameter.manifold
+        if self.x.device != parameter.device:  # the manifold's own numbers may be there
             self.manifold = copy.deepcopy(self.manifold).cpu()
         self.__dict__.pop("_frame", None)
 
@@ -132,7 +134,7 @@ class PointBlock:
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
         """Write the tangent vector with coordinates c."""
-        out[self.parameter].copy_(self._shaped(self._vector(self._of_flat(c))))
+        out[self.name].copy_(self._shaped(self._vector(self._of_flat(c))))
 
     # -- along the manifold ----------------------------------------------------------------------------------------
 
@@ -148,11 +150,11 @@ class PointBlock:
     def move_(self, out: Tensors, c: Tensor | None) -> None:
         """Write the point R(c); for None the point at which the block is."""
         end = self.x if c is None else self.retract(self._shaped(self._vector(self._of_flat(c))))
-        out[self.parameter].copy_(end)
+        out[self.name].copy_(end)
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Write the gradient of c → ℓ(R(c)) at ``at`` (None: 0), from that of ℓ with respect to the point there."""
-        egrad = gradient.get(self.parameter)
+        egrad = gradient.get(self.name)
         if egrad is None:
             out.zero_()
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from quotient_manifolds.linalg import as_count, at_least_float32, in_double
 from quotient_manifolds.optim.base import QuotientOptimizer
-from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import real_view
+from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.symmetries.certificate import Certification
-from quotient_manifolds.weights import pointing_to
+from quotient_manifolds.symmetries.slots import real_view
+from quotient_manifolds.weights import pointing_to, weights_of
 
-from .building import build_blocks, divide, trainable, warn_of_unknown
+from .building import build_blocks, divided_out, stacks_of, trainable, warn_of_unknown
 from .measures import Measure, PairBlock, get_measure
+from .points import check_points
 
 
 class GeodesicSAM(Optimizer):
@@ -49,9 +50,9 @@ class GeodesicSAM(Optimizer):
     refresh : int
         Number of steps between factorisations of the pairs. Every step uses the metric of the current weights; only the
         frame that keeps its inverses well conditioned is older.
-    pairs : sequence of SymmetricPair, optional
-        By default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names. There is no batch yet on
-        which attention of unknown classes could be examined: for them, pass what it finds with one.
+    symmetries : Symmetries, optional
+        By default those that ``quotient_manifolds.symmetries.find`` finds. There is no batch yet on which attention of
+        unknown classes could be examined: for them, pass what it finds with one.
 
     Raises
     ------
@@ -101,7 +102,7 @@ class GeodesicSAM(Optimizer):
     def __init__(
         self, model: nn.Module, base_optimizer: Optimizer, *,
         rho: float, measure: str | Measure = "geodesic-inv", refresh: int = 20,
-        pairs: Sequence[SymmetricPair] | None = None,
+        symmetries: Symmetries | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(base_optimizer, Optimizer):
             raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
@@ -119,8 +120,8 @@ class GeodesicSAM(Optimizer):
         self.rho, self.measure, self.refresh = float(rho), measure, as_count("refresh", refresh)
         if measure.pair_block is not None:
             raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
-        trained, known = {p for group in base_optimizer.param_groups for p in group["params"]}, trainable(model)
-        parameters: dict[str, Tensor] = {name: p for name, p in known.items() if p in trained}
+        trained = {p for group in base_optimizer.param_groups for p in group["params"]}
+        parameters: dict[str, Tensor] = {name: p for name, p in trainable(model).items() if p in trained}
         if not parameters:
             raise ValueError(
                 f"{type(base_optimizer).__name__} trains no parameter of this {type(model).__name__}; make it from "
@@ -132,17 +133,17 @@ class GeodesicSAM(Optimizer):
                     f"parameter {name!r} is {p.dtype}, in which a small perturbation would be rounded away; keep the "
                     "weights in float32 and train under torch.autocast"
                 )
-        if pairs is None and measure.divides:
+        if symmetries is None and measure.divides:
             warn_of_unknown(model)
-        found = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
-        self._parameters = list(parameters.values())
-        dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in self._parameters))
-        self._blocks = build_blocks(measure, parameters, dtype, *found)
-        stacks = [b.stack for b in self._blocks if isinstance(b, PairBlock)]
+        check_points(measure, parameters)
+        stacks = stacks_of(measure, divided_out(model, measure, symmetries, parameters), parameters)
+        self._names, self._device = list(parameters), next(iter(parameters.values())).device.type
+        dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters.values()))
+        self._blocks = build_blocks(measure, parameters, dtype, stacks, {}, {})
         self.certification = Certification(stacks)
-        dropped = {b.tensor for s in stacks for p in s.pairs for b in p.dropped}
-        self._dropped = dropped.intersection(self._parameters)  # these are written by no block
-        self._copies: dict[Tensor, Tensor] = {}  # kept: to allocate memory costs more than the arithmetic
+        dropped = {s.name for stack in stacks for p in stack.pairs for s in p.dropped}
+        self._dropped = dropped.intersection(self._names)  # these are written by no block
+        self._copies: dict[str, Tensor] = {}  # kept: to allocate memory costs more than the arithmetic
         self._count, self._pending = 0, False
         if isinstance(base_optimizer, QuotientOptimizer):
             base_optimizer.certify = False  # its gradients will belong to other weights
@@ -181,26 +182,28 @@ class GeodesicSAM(Optimizer):
         self._pending = True
 
     @torch.no_grad()
-    def _moved(self) -> dict[Tensor, Tensor]:
+    def _moved(self) -> dict[str, Tensor]:
         """Write weights that lie ρ along the gradient to copies, and return these; none without a direction."""
-        copies = self._copies = self._copies or {p: torch.empty_like(p) for p in self._parameters}
-        found = {p: p.grad for p in self._parameters if p.grad is not None}
-        gradients = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
+        every = weights_of(self.model)
+        weights = {name: every[name] for name in self._names}
+        copies = self._copies = self._copies or {name: torch.empty_like(p) for name, p in weights.items()}
+        found = {name: p.grad for name, p in weights.items() if p.grad is not None}
+        gradients = {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}
         steps, squares, factorise = list[Tensor](), list[Tensor](), self._count % self.refresh == 0
         self._count += 1
-        with torch.autocast(self._parameters[0].device.type, enabled=False):
+        with torch.autocast(self._device, enabled=False):
             if self.certification.open:
-                self.certification.see(gradients).check()
-            for p in self._dropped:
-                copies[p].copy_(p)
+                self.certification.see(weights, gradients).check()
+            for name in self._dropped:
+                copies[name].copy_(weights[name])
             for block in self._blocks:
                 if isinstance(block, PairBlock):
-                    block.refresh(factorise=factorise)
-                    steps.append(block.tangent.egrad2rgrad(block.stack.gather(gradients)))
+                    block.refresh(weights, factorise=factorise)
+                    steps.append(block.tangent.egrad2rgrad(block.gather(gradients)))
                     squares.append(block.tangent.inner(steps[-1]).sum())
                 else:
-                    block.refresh()
-                    steps.append(real_view(copies[block.parameter]).contiguous().view(-1))  # that memory, if it may be
+                    block.refresh(weights)
+                    steps.append(real_view(copies[block.name]).contiguous().view(-1))  # that memory, if it may be
                     block.pull_back_(steps[-1], gradients, None)
                     squares.append(torch.linalg.vector_norm(steps[-1]).square())
             norm = float(torch.stack([in_double(s) for s in squares]).sum().sqrt())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.passes import floats, tree_map, widened
-from quotient_manifolds.symmetries import default_forward, find_symmetric_pairs
+from quotient_manifolds.symmetries import ALL, Slot, default_forward, find
 from quotient_manifolds.symmetries.certificate import change
-from quotient_manifolds.symmetries.whole import Alignment, align_models, canonical_form, independence_test
+from quotient_manifolds.symmetries.whole import Alignment, align_models, independence_test
+from quotient_manifolds.weights import weights_of
 
 from .errors import require_extra
 from .models import LoadedModel
@@ -159,22 +160,19 @@ def _reordered(a: nn.Module, b: nn.Module) -> Iterator[tuple[nn.Module, nn.Modul
     """Give both, with the queries and keys of one of them read as if RoPE's planes were interleaved, not in halves."""
     for k in range(2):
         two = [copy.deepcopy(m) for m in (a, b)]
-        pairs = find_symmetric_pairs(two[k], include_frozen=True)
-        blocks = {b.key: b for p in pairs if p.part == "rotary" and p.group is not None for b in p.G + p.H}
-        for rows in (b.of(b.tensor.data) for b in blocks.values()):
+        weights = {name: p.data for name, p in weights_of(two[k]).items()}
+        slots = dict.fromkeys(s for p in find(two[k]).pairs if p.part == "rotary" for s in p.slots)
+        for rows in (s.of(weights[s.name]) for s in slots):
             rows.copy_(rows.transpose(1, 2).reshape(rows.shape).clone())
-        if blocks:
+        if slots:
             yield two[0], two[1]
 
 
 def _between(a: nn.Module, b: nn.Module, found: Alignment) -> list[str]:
     """Name the symmetries that lead from one model to the other."""
-    forms = [canonical_form(m.requires_grad_(True)).symmetries for m in (a, b)]
-    kinds = [
-        x.kind
-        for x, y in zip(*forms, strict=True)
-        if any(not torch.allclose(p.of(p.tensor), q.of(q.tensor)) for p, q in zip(x.constant, y.constant, strict=True))
-    ]
+    one, other = (weights_of(m) for m in (a, b))
+    actions = zip(*(find(m, kinds=ALL).actions for m in (a, b)), strict=True)
+    kinds = [x.kind for x, y in actions if not _alike(x.constant, one, y.constant, other)]
     Q = found.element.stream
     kinds += ["rotation of the stream"] * (Q is not None and not _is_identity(Q))
     for name, move in found.element.cells.items():
@@ -182,6 +180,12 @@ def _between(a: nn.Module, b: nn.Module, found: Alignment) -> list[str]:
         kinds += [f"permutation of {what}"] * bool((move.order.diff() != 1).any())
         kinds += [f"group elements of {what}"] * (not all(map(_is_identity, move.inner.values())))
     return list(dict.fromkeys(kinds))
+
+
+def _alike(
+    slots: Iterable[Slot], one: Mapping[str, Tensor], others: Iterable[Slot], other: Mapping[str, Tensor]
+) -> bool:
+    return all(torch.allclose(s.read(one), t.read(other)) for s, t in zip(slots, others, strict=True))
 
 
 def _is_identity(A: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite, in_double
 from quotient_manifolds.optim.sharded import exchange
-from quotient_manifolds.symmetries import PairStack, SymmetricPair
-from quotient_manifolds.symmetries.pairs import in_copy
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.whole import State, canonical_form
-from quotient_manifolds.weights import is_sharded, reshard
+from quotient_manifolds.weights import is_sharded, reshard, weights_of
 
-from .building import build_blocks, divide
+from .building import build_blocks, stacks_of, vector_lengths
 from .distributed import twin_of, world_of
 from .measures import Measure
 from .points import WeightBlock
@@ -42,10 +41,12 @@ class Shards:
     twin : nn.Module
     world : World
         The processes of the mesh.
-    of : dict of Tensor to Tensor
-        The model's parameters by those of the twin that stand for them.
-    owner : dict of Tensor to int
-        The rank that works on a parameter of the twin; those without one are worked on in rows.
+    weights : dict of str to Tensor
+        The twin's parameters, by name.
+    of : dict of str to Tensor
+        The model's parameters that are sharded, by name.
+    owner : dict of str to int
+        The rank that works on a weight; those without one are worked on in rows.
 
     Raises
     ------
@@ -55,118 +56,116 @@ class Shards:
 
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
-        self.of: dict[Tensor, Any] = {}
-        self.world = world_of(model)
-        stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(p) for p in model.parameters()}
+        self.world, whole = world_of(model), weights_of(model)
+        self.of: dict[str, Any] = {name: p for name, p in whole.items() if is_sharded(p)}
+        stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(name, p) for name, p in whole.items()}
         self.twin = twin_of(model, stand_ins, {})
-        self.owner: dict[Tensor, int] = {}
+        self.weights: dict[str, Tensor] = dict(weights_of(self.twin))
+        self.owner: dict[str, int] = {}
 
     # -- the twin ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _stand_in(self, p: Any) -> nn.Parameter:
+    def _stand_in(self, name: str, p: Any) -> nn.Parameter:
         if not is_sharded(p):
             return nn.Parameter(p.detach(), requires_grad=p.requires_grad)
         hollow = p.to_local().detach().new_zeros(()).expand(p.shape)  # the whole shape, without memory
-        found = nn.Parameter(hollow, requires_grad=p.requires_grad)
-        self.of[found] = p
-        if p.dim() < 2:
-            found.data = self.whole(found, self.local(found))
-        return found
+        data = self.whole(name, p.to_local()) if p.dim() < 2 else hollow
+        return nn.Parameter(data, requires_grad=p.requires_grad)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def local(self, p: Tensor) -> Tensor:
-        """Return this process's rows of a parameter of the twin, as a view of what the model reads."""
-        rows: Tensor = self.of[p].to_local() if p in self.of else p.data
+    def local(self, name: str) -> Tensor:
+        """Return this process's rows of a weight, as a view of what the model reads."""
+        rows: Tensor = self.of[name].to_local() if name in self.of else self.weights[name].data
         return rows
 
-    def rows(self, p: Tensor, rank: int | None = None) -> slice:
+    def rows(self, name: str, rank: int | None = None) -> slice:
         """Return which rows lie on a process, by default on this one; the last processes may have fewer, or none."""
-        step = -(-self.of[p].shape[0] // self.world.size)
+        step = -(-self.of[name].shape[0] // self.world.size)
         start = step * (self.world.rank if rank is None else rank)
         return slice(start, start + step)
 
-    def is_mine(self, p: Tensor) -> bool:
-        """Return whether this process works on the whole parameter."""
-        return self.owner.get(p) == self.world.rank
+    def is_mine(self, name: str) -> bool:
+        """Return whether this process works on the whole weight."""
+        return self.owner.get(name) == self.world.rank
 
-    def cut(self, p: Tensor, t: Tensor) -> Tensor:
-        """Take this process's part of a tensor that broadcasts to a parameter."""
-        if p in self.owner or p not in self.of or t.dim() == 0 or len(t) < self.of[p].shape[0]:
+    def cut(self, name: str, t: Tensor) -> Tensor:
+        """Take this process's part of a tensor that broadcasts to a weight."""
+        if name in self.owner or name not in self.of or t.dim() == 0 or len(t) < self.of[name].shape[0]:
             return t
-        return t[self.rows(p)].clone()  # a view would keep the whole
+        return t[self.rows(name)].clone()  # a view would keep the whole
 
-    def whole(self, p: Tensor, rows: Tensor) -> Tensor:
+    def whole(self, name: str, rows: Tensor) -> Tensor:
         """Gather the rows of all processes on each of them."""
         from torch.distributed.tensor import DTensor  # which takes long to load
 
-        q = self.of[p]
+        q = self.of[name]
         found = DTensor.from_local(rows, q.device_mesh, q.placements, shape=q.shape, stride=q.stride())
         return found.full_tensor()
 
     # -- owners --------------------------------------------------------------------------------------------------------
 
-    def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> None:
-        """Assign to every parameter of a pair the process that owns it, and give that process its whole values.
+    def place(self, found: Iterable[PairStack], values: Mapping[str, Tensor]) -> None:
+        """Assign to every weight of a pair the process that owns it, and give that process its whole values.
 
-        The sets of pairs that share parameters are spread over the processes, the largest first. ``values`` are rows
-        that replace those of the model.
+        The sets of pairs that share weights are spread over the processes, the largest first. ``values`` are rows that
+        replace those of the model.
         """
-        together: dict[Tensor, list[Tensor]] = {}
+        together: dict[str, list[str]] = {}
         for pair in (p for s in found for p in s.pairs):
-            joined = list(dict.fromkeys(q for p in pair.parameters() for q in together.get(p, [p])))
-            together.update((p, joined) for p in joined)
-        load = [0] * self.world.size
-        for one in sorted({id(s): s for s in together.values()}.values(), key=lambda s: -sum(p.numel() for p in s)):
+            joined = list(dict.fromkeys(q for name in pair.names for q in together.get(name, [name])))
+            together.update((name, joined) for name in joined)
+        load, sizes = [0] * self.world.size, {name: p.numel() for name, p in self.weights.items()}
+        for one in sorted({id(s): s for s in together.values()}.values(), key=lambda s: -sum(map(sizes.get, s))):  # type: ignore[arg-type]
             rank = load.index(min(load))
-            load[rank] += sum(p.numel() for p in one)
-            self.owner.update((p, rank) for p in one)
-        start = {p: values.get(p, self.local(p)) for p in self.of}
-        for p, whole in self.collect(start).items():
-            p.data = whole
-        for p, rows in start.items():
-            if p not in self.owner and p.requires_grad:
-                p.data = rows.clone() if p not in values else rows
+            load[rank] += sum(sizes[name] for name in one)
+            self.owner.update((name, rank) for name in one)
+        start = {name: values.get(name, self.local(name)) for name in self.of}
+        for name, whole in self.collect(start).items():
+            self.weights[name].data = whole
+        for name, rows in start.items():
+            if name not in self.owner and self.weights[name].requires_grad:
+                self.weights[name].data = rows.clone() if name not in values else rows
 
-    def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Send the rows of parameters to their owners; return the full parameters that this process owns.
+    def collect(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Send the rows of weights to their owners; return the full weights that this process owns.
 
-        All processes have rows of the same parameters; those without an owner are left out.
+        All processes have rows of the same weights; those without an owner are left out.
         """
-        whole = {p: t.new_empty(self.of[p].shape) for p, t in rows.items() if self.is_mine(p)}
+        whole = {name: t.new_empty(self.of[name].shape) for name, t in rows.items() if self.is_mine(name)}
         self.exchange(rows, whole, to_owners=True)
         return whole
 
     @torch.no_grad()
-    def exchange(self, rows: Mapping[Tensor, Tensor], whole: Mapping[Tensor, Tensor], *, to_owners: bool) -> None:
-        """Fill the full parameters of their owners from ``rows``, which every process has, or these from those."""
-        moving, ranks = [p for p in rows if p in self.owner], range(self.world.size)
+    def exchange(self, rows: Mapping[str, Tensor], whole: Mapping[str, Tensor], *, to_owners: bool) -> None:
+        """Fill the full weights of their owners from ``rows``, which every process has, or these from those."""
+        moving, ranks = [name for name in rows if name in self.owner], range(self.world.size)
         if not moving:
             return
-        theirs = [[rows[p] for p in moving if self.owner[p] == rank] for rank in ranks]
-        mine = [[whole[p][self.rows(p, rank)] for p in moving if self.is_mine(p)] for rank in ranks]
+        theirs = [[rows[name] for name in moving if self.owner[name] == rank] for rank in ranks]
+        mine = [[whole[name][self.rows(name, rank)] for name in moving if self.is_mine(name)] for rank in ranks]
         sent, filled = (theirs, mine) if to_owners else (mine, theirs)
-        exchange(sent, filled, torch.cat([rows[p].flatten()[:0] for p in moving]), self.world.group)
+        exchange(sent, filled, torch.cat([rows[name].flatten()[:0] for name in moving]), self.world.group)
 
 
 class ShardedState(State):
     """The values of a sharded model's parameters: this process's rows of the changed ones, which are read in full."""
 
     def __init__(self, shards: Shards) -> None:
-        super().__init__()
+        super().__init__(shards.weights)
         self._shards = shards
 
-    def of(self, p: Tensor) -> Tensor:
-        """Return the whole value of a parameter."""
-        if p not in self._shards.of or (p not in self and p.dim() < 2):
-            return super().of(p)
-        rows = self[p] if p in self else self._shards.local(p)
-        return in_double(self._shards.whole(p, rows))
+    def of(self, name: str) -> Tensor:
+        """Return the whole value of a weight."""
+        if name not in self._shards.of or (name not in self and self.weights[name].dim() < 2):
+            return super().of(name)
+        rows = self[name] if name in self else self._shards.local(name)
+        return in_double(self._shards.whole(name, rows))
 
-    def __setitem__(self, p: Tensor, value: Tensor) -> None:
-        super().__setitem__(p, value[self._shards.rows(p)].clone() if p in self._shards.of else value)
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        super().__setitem__(name, value[self._shards.rows(name)].clone() if name in self._shards.of else value)
 
 
 class ShardedSpace(WeightSpace):
@@ -178,40 +177,38 @@ class ShardedSpace(WeightSpace):
 
     Parameters
     ----------
-    model, measure, pairs, classes
+    model, measure, symmetries, classes
         As for :class:`WeightSpace`.
     """
 
     def __init__(
-        self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, measure: Measure, symmetries: Symmetries | None = None, *, classes: bool = False
+    ) -> None:
         if measure.pair_block is not None:
             raise ValueError(f"{type(measure).__name__} works on whole models, and this one is sharded; load it whole")
         self._shards = shards = Shards(model)
-        parameters = shards.twin.named_parameters()
-        bad = next((name for name, p in parameters if not finite(shards.local(p))), None)
+        bad = next((name for name in shards.weights if not finite(shards.local(name))), None)
         if not shards.world.all(bad is None):
             raise ValueError(
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
-        of_twin = None if pairs is None else in_copy(pairs, model, shards.twin)
-        super().__init__(shards.twin, measure, of_twin, classes=classes)
-        self.model, self.world, self.given, self.pairs = model, shards.world, pairs, self._all_pairs
+        super().__init__(shards.twin, measure, symmetries, classes=classes)
+        self.model, self.world, self.pairs = model, shards.world, self._all_pairs
 
-    def _build(self, pairs: Sequence[SymmetricPair] | None) -> list[WeightBlock]:
-        shards, form, state = self._shards, None, ShardedState(self._shards)
+    def _build(self) -> list[WeightBlock]:
+        shards, state, symmetries = self._shards, ShardedState(self._shards), self.symmetries
+        constant, lengths = dict[str, Tensor](), dict[str, Tensor]()
         if self.measure.form == "canonical":
-            self.form = form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
-        found, constant, lengths = divide(
-            self.model, self.measure, pairs, self.parameters, form=form,
-            read=lambda p: state.of(p).to(p.device, p.dtype),
-        )  # fmt: skip
+            self.form = canonical_form(self.weights, symmetries, state=state)
+            symmetries, constant = self.form.symmetries, self.form.constant
+        if self.measure.elementwise == "vector":
+            lengths = vector_lengths(self.model, symmetries, lambda name: state.of(name).to(self.weights[name]))
+        found = stacks_of(self.measure, symmetries, self.weights)
         self._all_pairs = tuple(p for s in found for p in s.pairs)
-        shards.place(found, {} if form is None else form.values)
-        mine = [[q for q in s.pairs if shards.is_mine(q.G[0].tensor)] for s in found]
-        constant, lengths = ({p: shards.cut(p, t) for p, t in of.items()} for of in (constant, lengths))
-        here = {name: p for name, p in self.parameters.items() if p not in shards.owner or shards.is_mine(p)}
+        shards.place(found, {} if self.form is None else self.form.values)
+        mine = [[q for q in s.pairs if shards.is_mine(q.G[0].name)] for s in found]
+        constant, lengths = ({name: shards.cut(name, t) for name, t in of.items()} for of in (constant, lengths))
+        here = {name: p for name, p in self.parameters.items() if name not in shards.owner or shards.is_mine(name)}
         stacks = [PairStack(pairs) for pairs in mine if pairs]
         return build_blocks(self.measure, here, self.dtype, stacks, constant, lengths)  # the twin is at the base point
 
@@ -226,10 +223,10 @@ class ShardedSpace(WeightSpace):
     def attached(self) -> Iterator[WeightSpace]:
         """Let :meth:`move_to` write the shards; they are restored even after an error."""
         shards = self._shards
-        self._rows = {p: shards.local(p) for p in [*self.parameters.values(), *self._base]}
-        # Parameters that are processed by rows have a copy already.
-        copied = {p for p in self._rows if p.requires_grad and p not in self._base and p not in shards.owner}
-        before = {t: p.data if p in copied else t.clone() for p, t in self._rows.items()}
+        self._rows = {name: shards.local(name) for name in [*self.parameters, *self._base]}
+        # Weights that are processed by rows have a copy already.
+        copied = {name for name in self.parameters if name not in self._base and name not in shards.owner}
+        before = {t: self.weights[name].data if name in copied else t.clone() for name, t in self._rows.items()}
 
         def put_back() -> None:
             reshard(self.model)
@@ -239,15 +236,16 @@ class ShardedSpace(WeightSpace):
         with ExitStack() as stack:
             for _ in range(2):  # the second finishes what an interrupt has cut short
                 stack.callback(put_back)
-            for p, value in self._base.items():
-                self._rows[p].copy_(value)
+            for name, value in self._base.items():
+                self._rows[name].copy_(value)
             with super().attached():
                 yield self
 
-    def _copies(self) -> dict[Tensor, Tensor]:
+    def _copies(self) -> dict[str, Tensor]:
         """Copy the pairs that this process owns; all else is moved where its rows lie."""
-        mine = {p: p.data.clone(memory_format=torch.contiguous_format) for p in self._rows if self._shards.is_mine(p)}
-        return {p: rows for p, rows in self._rows.items() if p.requires_grad and p not in self._shards.owner} | mine
+        owned = {name: self.weights[name].data for name in self._rows if self._shards.is_mine(name)}
+        mine = {name: t.clone(memory_format=torch.contiguous_format) for name, t in owned.items()}
+        return {name: self._rows[name] for name in self.parameters if name not in self._shards.owner} | mine
 
     def move_to(self, xi: Tensor | None) -> None:
         """Move the model to the retraction of a tangent vector, see :meth:`WeightSpace.move_to`."""
@@ -256,17 +254,16 @@ class ShardedSpace(WeightSpace):
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move by a random element of a pair's group, on the process that owns it."""
-        if self._shards.is_mine(pair.G[0].tensor):
+        if self._shards.is_mine(pair.G[0].name):
             super().move_along_orbit(pair)
         self._show_model()
 
     def _show_model(self) -> None:
         reshard(self.model)
-        moving = self.parameters.values()
-        rows = {p: self._rows[p] for p in moving if p in self._shards.owner}
+        rows = {name: self._rows[name] for name in self.parameters if name in self._shards.owner}
         self._shards.exchange(rows, self.copies, to_owners=False)
 
-    def differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    def differentiate(self, losses: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return the gradient of the rows that lie here, and of the pairs that this process owns.
 
         FSDP2 leaves gradients in ``.grad`` alone, which is put back afterwards.
@@ -277,8 +274,8 @@ class ShardedSpace(WeightSpace):
                 p.grad = None
             for loss in losses:
                 loss.backward()
-            found: dict[Tensor, Any] = {p: self._shards.of[p].grad for p in self.parameters.values()}
-        rows = {p: g.to_local() for p, g in found.items() if g is not None}
+            found: dict[str, Any] = {name: self._shards.of[name].grad for name in self.parameters}
+        rows = {name: g.to_local() for name, g in found.items() if g is not None}
         if not rows:
             raise ValueError(
                 "no gradient reached the shards: FSDP2 is told not to exchange them; call "

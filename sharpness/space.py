@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, apply_random_symmetry_, find
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
-from quotient_manifolds.weights import is_narrow, pointing_to
+from quotient_manifolds.weights import is_narrow, pointing_to, weights_of
 
 from .ascent import norm
-from .building import build_blocks, divide, trainable
+from .building import build_blocks, divided_out, stacks_of, trainable, vector_lengths
 from .direction import Direction, NetworkParts
 from .distributed import World
 from .measures import Measure, PairBlock
-from .points import WeightBlock
+from .points import WeightBlock, check_points
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
@@ -48,14 +48,14 @@ class Evidence:
         rough = self._space.rough or torch.is_autocast_enabled(self._space.device.type)
         return HALF_PRECISION / 3 if rough else _IN_FLOAT32
 
-    def see(self, gradient: Mapping[Tensor, Tensor]) -> None:
-        """Take note of a gradient with respect to the parameters, at the base point."""
+    def see(self, gradient: Mapping[str, Tensor]) -> None:
+        """Take note of a gradient with respect to the weights, at the base point."""
         space = self._space
         number = {pair: i for i, pair in enumerate(space.pairs)}
-        said = self._certification.see(gradient, tolerance=self.tolerance).residuals
+        said = self._certification.see(space.weights, gradient, tolerance=self.tolerance).residuals
         residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
         self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        slopes = {name: gradient.get(space.parameters[name]) for name in self._flat}
+        slopes = {name: gradient.get(name) for name in self._flat}
         self._flat = {name for name, g in slopes.items() if g is None or not bool(g.any())}
         self._unreached &= {name for name, g in slopes.items() if g is None}
 
@@ -81,8 +81,8 @@ class WeightSpace:
         A model whose trainable weights lie on one device.
     measure : Measure
         Metric and retraction; for example ``MEASURES["geodesic-inv"]``.
-    pairs : sequence of SymmetricPair, optional
-        The symmetric pairs; by default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
+    symmetries : Symmetries, optional
+        By default those of heads and adapters that ``quotient_manifolds.symmetries.find`` finds.
     classes : bool
         For measures at the canonical form: the loss uses the logits only through a softmax.
 
@@ -97,8 +97,10 @@ class WeightSpace:
         Squared norms add up over them.
     parameters : dict of str to Tensor
         Those that move, by name.
-    copies : dict of Tensor to Tensor
-        While attached, the moving weights by the parameters that point to them.
+    copies : dict of str to Tensor
+        While attached, the moving weights, by name.
+    symmetries : Symmetries
+        Those that are divided out.
     pairs : tuple of SymmetricPair
         Those that are divided out.
     world : World
@@ -134,15 +136,17 @@ class WeightSpace:
     """
 
     def __init__(
-        self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, measure: Measure, symmetries: Symmetries | None = None, *, classes: bool = False
+    ) -> None:
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
-        self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
+        self.model, self.measure, self.given = model, measure, symmetries
         self.world = World()
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model))
+        #: All weights of the model whose parameters move.
+        self.weights: Mapping[str, Tensor] = weights_of(model)
+        check_points(measure, self.parameters)
         moving = list(self.parameters.values())
         self.device = moving[0].device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
@@ -154,29 +158,34 @@ class WeightSpace:
             for p in model.parameters()
         )
         self.form: CanonicalForm | None = None
-        self._in_order = self._build(pairs)
-        self._base: dict[Tensor, Tensor] = {} if self.form is None else self.form.values
+        self.symmetries = divided_out(model, measure, symmetries, self.parameters, classes=classes)
+        self._in_order = self._build()
+        self._base: dict[str, Tensor] = {} if self.form is None else self.form.values
         self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
         self._sizes = [b.dim for b in self.blocks]
         self.dim = sum(self._sizes)
-        last = {p: b for b in self.blocks for p in b.parameters}
-        self._last_used = [[p for p in b.parameters if last[p] is b] for b in self.blocks]
+        last = {name: b for b in self.blocks for name in b.names}
+        self._last_used = [[name for name in b.names if last[name] is b] for b in self.blocks]
         self._pair_blocks = [b for b in self._in_order if isinstance(b, PairBlock)]
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
         self.evidence = Evidence(self, [b.stack for b in self._pair_blocks])
-        self.copies: dict[Tensor, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
         self._at: Tensor | None = None
         self.remarks: list[str] = []
         #: What examines attention of unknown classes, for the parts of directions of a measure that divides nothing.
         self.examine: Callable[[], Iterable[SymmetricPair]] = tuple
 
-    def _build(self, pairs: Sequence[SymmetricPair] | None) -> list[WeightBlock]:
+    def _build(self) -> list[WeightBlock]:
         """Return the blocks at the base point, the model's own or its canonical form."""
+        symmetries, constant = self.symmetries, dict[str, Tensor]()
         if self.measure.form == "canonical":
-            self.form = canonical_form(self.model, classes=self.classes, pairs=pairs)
+            self.form = canonical_form(self.weights, symmetries)
+            symmetries, constant = self.form.symmetries, self.form.constant
         with pointing_to(self.model, {} if self.form is None else self.form.values):
-            found = divide(self.model, self.measure, pairs, self.parameters, form=self.form)
-            return build_blocks(self.measure, self.parameters, self.dtype, *found)
+            found = stacks_of(self.measure, symmetries, self.weights)
+            wanted = self.measure.elementwise == "vector"
+            lengths = vector_lengths(self.model, symmetries) if wanted else {}
+            return build_blocks(self.measure, self.parameters, self.dtype, found, constant, lengths)
 
     def empty(self) -> Tensor:
         """Return a vector with any content, (dim,)."""
@@ -204,18 +213,17 @@ class WeightSpace:
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
-        out = {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
+        out = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
         for block, c in self.each(xi):
             block.vector_(out, c, at_model=True)
-        tensors = {name: out[p].cpu() for name, p in self.parameters.items()}
+        tensors = {name: out[name].cpu() for name in self.parameters}
         squares = self._parts.squares(self.each(xi))
-        return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
+        return Direction(self.measure, tensors, self.norm(xi), squares, self.symmetries)
 
     @functools.cached_property
     def _parts(self) -> NetworkParts:  # finding pairs takes seconds, and there are many directions
-        pairs = find_symmetric_pairs(self.model, include_frozen=True)
-        examined = self.examine() if self.given is None else self.given
-        return NetworkParts(self.model, self.parameters, [*pairs, *examined])
+        examined = self.examine() if self.given is None else self.given.pairs
+        return NetworkParts(self.model, self.parameters, [*find(self.model).pairs, *examined])
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
@@ -229,11 +237,13 @@ class WeightSpace:
         exited = [b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock)]
         return sum(self.world.gather(exited))
 
-    def _copies(self) -> dict[Tensor, Tensor]:
+    def _copies(self) -> dict[str, Tensor]:
         """Copy the moving weights at the base point: entries that belong to no block keep these values."""
-        moving = self.parameters.values()
-        empty = {p: torch.empty(p.shape, dtype=at_least_float32(p.dtype), device=p.device) for p in moving}
-        return {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
+        found = dict[str, Tensor]()
+        for name, p in self.parameters.items():
+            empty = torch.empty(p.shape, dtype=at_least_float32(p.dtype), device=p.device)
+            found[name] = empty.copy_(self._base.get(name, p.data))
+        return found
 
     @contextmanager
     def attached(self) -> Iterator[WeightSpace]:
@@ -267,15 +277,15 @@ class WeightSpace:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
         apply_random_symmetry_(self._home, pairs=[pair])
 
-    def differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Return the gradient of the sum of losses with respect to the parameters that get one."""
-        moving, total = list(self.parameters.values()), dict[Tensor, Tensor]()
+    def differentiate(self, losses: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return the gradient of the sum of losses with respect to the weights that get one, by name."""
+        moving, total = list(self.parameters.values()), dict[str, Tensor]()
         for loss in losses:  # one after the other, so that a generator needs the memory of only one of them
             gradients = torch.autograd.grad(loss, moving, allow_unused=True) if loss.requires_grad else ()
-            for p, g in zip(moving, gradients, strict=False):
+            for name, g in zip(self.parameters, gradients, strict=False):
                 if g is not None:  # it may share memory and must not be written to
                     g = g.to_dense() if g.is_sparse else g
-                    total[p] = total[p] + g if p in total else g
+                    total[name] = total[name] + g if name in total else g
             # Every batch is differentiated at the base point first, so the graph is read there alone.
             if self._at is None and len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
                 raise ValueError(HIDES)
@@ -308,8 +318,8 @@ class WeightSpace:
         return self.pull_back(self.differentiate([losses] if isinstance(losses, Tensor) else losses), self._at)
 
     @torch.no_grad()
-    def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Pull a gradient with respect to the parameters at R(at) back, block by block, to (dim,).
+    def pull_back(self, gradient: dict[str, Tensor], at: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Pull a gradient with respect to the weights at R(at) back, block by block, to (dim,).
 
         It is written to ``out``, if given. Each tensor of the gradient is freed after its last block.
         """
@@ -317,8 +327,8 @@ class WeightSpace:
         with torch.autocast(self.device.type, enabled=False):
             for (block, part), (_, c), last in zip(self.each(out), self.each(at), self._last_used, strict=True):
                 block.pull_back_(part, gradient, c)
-                for p in last:
-                    gradient.pop(p, None)
+                for name in last:
+                    gradient.pop(name, None)
         return out
 
 

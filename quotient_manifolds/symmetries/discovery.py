@@ -89,7 +89,7 @@ def find(
         check_whole(model)
         claimed = _claimed(model, functools.partial(forward, model, batch), kinds)
         found = _certified(model, claimed, batch, forward)
-    return found if {"neurons", "stream"}.isdisjoint(kinds) else _with_wiring(model, found, kinds, classes)
+    return found if {"neurons", "stream"}.isdisjoint(kinds) else with_wiring(model, found, kinds=kinds, classes=classes)
 
 
 def _claimed(model: nn.Module, run: Run | None, kinds: Collection[str] = PAIRS) -> Symmetries:
@@ -119,7 +119,9 @@ def _with_points(model: nn.Module, claims: list[Claim]) -> list[Claim]:
     return [points.pop(p.name, p) for p in kept] + list(points.values())
 
 
-def _with_wiring(model: nn.Module, found: Symmetries, kinds: Collection[str], classes: bool) -> Symmetries:
+def with_wiring(
+    model: nn.Module, found: Symmetries, *, kinds: Collection[str] = ALL, classes: bool = False
+) -> Symmetries:
     """Add the symmetries of hidden neurons, and those around the streams."""
     from .whole.listing import actions_of  # what heads alone do not need
     from .whole.wiring import wiring_of

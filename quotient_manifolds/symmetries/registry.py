@@ -196,7 +196,7 @@ class UnknownAttentionError(ValueError):
         )
 
 
-def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries = Symmetries()) -> Any:
+def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries | None = None) -> Any:
     """Run a forward pass and refuse attention that no handler covers.
 
     Parameters
@@ -205,7 +205,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries =
         A compiled model is watched as the eager model that it was compiled from.
     run : callable
         Performs one forward pass of the model.
-    known : Symmetries
+    known : Symmetries, optional
         As :func:`find` finds them with a batch, for example. Modules that they name, or whose projections they contain,
         count as examined, except those of which they say that the batch did not reach them (which are refused only if
         they are seen to compute attention here), that the gradient was zero, or that they could not be examined.
@@ -236,6 +236,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries =
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
     with eager(), Watch(model) as watch:
         result = run()
+    known = Symmetries() if known is None else known
     plain, claims = plain_names(model), [p for p in (*known.pairs, *known.refused) if p.kind != "lora"]
     missed = {r.module: r for r in known.refused if r.kind != "lora" and r.cause.unexamined}
     examined = {p.module for p in claims} - set(missed)

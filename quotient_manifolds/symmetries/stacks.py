@@ -121,8 +121,9 @@ def stacks(pairs: Iterable[SymmetricPair], weights: Mapping[str, Tensor]) -> lis
 
 
 def coverage(found: Iterable[PairStack], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return, for every weight of pairs, which of its entries belong to pairs or were dropped."""
-    return masks((s for stack in found for p in stack.pairs for s in p.slots + p.null), weights)
+    """Return, for each of some weights in pairs, which of its entries belong to pairs or were dropped."""
+    every = (s for stack in found for p in stack.pairs for s in p.slots + p.null)
+    return masks((s for s in every if s.name in weights), weights)
 
 
 def without_sharing(claims: Sequence[Claim], weights: Mapping[str, Tensor]) -> list[Claim]:
