@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..symmetries.found import Symmetries
 from ..symmetries.lora import adapter_of, adapter_pairs, canonicalize_lora_, is_lora
-from ..symmetries.pairs import SymmetricPair
+from ..symmetries.pairs import SymmetricPair, check_pairs
+from ..weights import first_names, plain_names, weights_of
 from .base import QuotientOptimizer
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
+from .pairs import alone
 
 __all__ = [
     "QuotientAdam",
@@ -86,12 +89,15 @@ def create_quotient_lora_optimizer(
     >>> bool(model.base_model.model[0].lora_B.default.weight.any())
     True
     """
-    pairs = adapter_pairs(model, adapter_names)
-    if not pairs:
+    found, chosen = (
+        adapter_pairs(model, adapter_names),
+        [adapter_names] if isinstance(adapter_names, str) else adapter_names,
+    )
+    trained = {k: p for k, p in _trained(model).items() if not chosen or adapter_of(k) in (None, *chosen)}
+    left = found.restricted(trained)
+    if not left.pairs and not alone(left.refused, trained):
         raise ValueError(f"the model has no LoRA adapter of peft with two trainable factors{_no_adapter(model)}")
-    chosen = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-    others = {t for name, t in model.named_parameters() if chosen and adapter_of(name) not in (None, *chosen)}
-    return _create(model, pairs, others, optimizer, {"lr": lr, **options})
+    return _create(model, found, trained, optimizer, {"lr": lr, **options})
 
 
 def create_quotient_optimizer(
@@ -99,7 +105,7 @@ def create_quotient_optimizer(
     *,
     lr: float,
     optimizer: str = "adam",
-    pairs: Iterable[SymmetricPair] | None = None,
+    symmetries: Symmetries | Iterable[SymmetricPair] | None = None,
     **options: Any,
 ) -> QuotientOptimizer:
     """Create an optimiser for a model's trainable weights, with attention heads (and adapters) on the quotient.
@@ -110,10 +116,10 @@ def create_quotient_optimizer(
         Plain, DDP-wrapped or compiled.
     lr : float
         Learning rate.
-    pairs : iterable of SymmetricPair, optional
-        By default ``find_symmetric_pairs(model, key_bias="drop")``: the key bias has no effect, and its gradient is
-        pure rounding error, which Adam would scale up to full steps; it is not trained. With ``batch=…`` that also
-        finds those of attention classes that this package does not know.
+    symmetries : Symmetries or iterable of SymmetricPair, optional
+        By default ``find(model).without_null()``: the key bias has no effect, and its gradient is pure rounding error,
+        which Adam would scale up to full steps; it is not trained. With a batch, ``find(model, batch)`` also finds
+        those of attention classes that this package does not know.
     optimizer, others, other_params_lr, **options
         As for :func:`create_quotient_lora_optimizer`.
 
@@ -137,20 +143,28 @@ def create_quotient_optimizer(
     >>> optimizer.state_dict()["pairs"]
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
-    if pairs is None:
-        from ..symmetries.discovery import find_symmetric_pairs  # classes of attention, which adapters do not need
+    trained = _trained(model)
+    if symmetries is None:
+        from ..symmetries.discovery import find  # classes of attention, which adapters do not need
         from ..symmetries.registry import unknown_attention
 
-        pairs = find_symmetric_pairs(model, key_bias="drop")
+        symmetries = find(model).without_null()
         if names := unknown_attention(model):
             advice = (
                 f"attention of classes that are not known here ({names}) forms no pair until it is examined on a "
-                'batch: pass pairs=find_symmetric_pairs(model, batch=batch, key_bias="drop")'
+                "batch: pass symmetries=find(model, batch).without_null()"
             )
-            if all(p.group is None for p in pairs):
+            if not symmetries.restricted(trained).pairs:
                 raise ValueError(advice)
             warnings.warn(f"AdamW trains parts of the model: {advice}", stacklevel=2)
-    return _create(model, list(pairs), (), optimizer, {"lr": lr, **options})
+    if not isinstance(symmetries, Symmetries):
+        symmetries = Symmetries(tuple(check_pairs(symmetries)))
+    return _create(model, symmetries, trained, optimizer, {"lr": lr, **options})
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a model that are not frozen, by their names."""
+    return {name: p for name, p in weights_of(model).items() if p.requires_grad}
 
 
 def _no_adapter(model: nn.Module) -> str:
@@ -165,17 +179,19 @@ def _no_adapter(model: nn.Module) -> str:
     return "; wrap it with peft.get_peft_model"
 
 
-def _hidden(model: nn.Module, pairs: Sequence[SymmetricPair]) -> set[Tensor]:
-    """Return the weights of linear layers, except the last one, embeddings' and adapters'."""
-    adapters = {b.module for p in pairs if p.kind == "lora" for b in p.G + p.H}
-    linear: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    layers = [m for m in linear if m not in adapters]
-    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {m.weight for m in layers} - {layers[-1].weight, *tables} if layers else set()
+def _hidden(model: nn.Module, symmetries: Symmetries) -> set[str]:
+    """Return the names of the weights of linear layers, except the last one, embeddings' and adapters'."""
+    plain, first = plain_names(model), first_names(model)
+    names = {m: plain(f"{path}.weight".removeprefix(".")) for path, m in model.named_modules()}
+    adapters = {name for p in (*symmetries.pairs, *symmetries.refused) if p.kind == "lora" for name in p.names}
+    linear = [name for m, name in names.items() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    layers = [first.get(name, name) for name in linear if name not in adapters]
+    tables = {name for m, name in names.items() if isinstance(m, nn.Embedding)}
+    return set(layers) - {layers[-1], *tables} if layers else set()
 
 
 def _create(
-    model: nn.Module, pairs: Sequence[SymmetricPair], left: Collection[Tensor], kind: str, options: dict[str, Any]
+    model: nn.Module, symmetries: Symmetries, trained: Mapping[str, Tensor], kind: str, options: dict[str, Any]
 ) -> QuotientOptimizer:
     """Make parameter groups: pairs, other matrices, vectors and biases, which do not decay, and matrices for Muon."""
     if type(model).__name__ == "DeepSpeedEngine":
@@ -189,18 +205,17 @@ def _create(
         raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
     if rate is None:  # Muon's best rate for the rest was that of the pairs (docs/results/pretraining.md)
         rate = lr if others == "muon" else lr * OPTIMIZERS[kind].rest
-    mine = {b.tensor for p in pairs if p.group is not None for b in p.G + p.H}
-    hidden = _hidden(model, pairs) if others == "muon" else ()
+    mine = {name for p in symmetries.restricted(trained).pairs for name in p.names}
+    hidden = _hidden(model, symmetries) if others == "muon" else ()
     groups: list[dict[str, Any]] = [
         {"lr": lr, "rest": rate / lr if lr else 1.0},
         {"lr": rate},
         {"lr": rate, "weight_decay": 0.0},
         {"lr": rate, "others": "Muon", "adjust_lr_fn": "match_rms_adamw"},
     ]
-    for name, w in model.named_parameters():
+    for name, w in trained.items():
         # Matrices have one row, too, and kernels several sizes; magnitudes of DoRA's convolutions are vectors.
         vector = name.endswith("bias") or (w.dim() != 2 and sum(size > 1 for size in w.shape) < 2)
-        if w.requires_grad and w not in left:
-            group = groups[0 if w in mine else 3 if w in hidden else 2 if vector else 1]
-            group.setdefault("params", []).append(w)
-    return OPTIMIZERS[kind]([g for g in groups if "params" in g], pairs, lr, **options)
+        group = groups[0 if name in mine else 3 if name in hidden else 2 if vector else 1]
+        group.setdefault("params", []).append((name, w))
+    return OPTIMIZERS[kind]([g for g in groups if "params" in g], symmetries, lr, within=model, **options)

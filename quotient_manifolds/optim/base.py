@@ -20,16 +20,18 @@ from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification, NotASymmetryError
+from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
-from ..symmetries.pairs import SymmetricPair, check_pairs, refused
+from ..symmetries.pairs import Cause, SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from ..weights import is_sharded
+from ..weights import is_sharded, weights_of
 from .metric import StepMetric, on_cpu, trace, wide
-from .pairs import Layer, alone, check_places, explain, group_of, orientation, reasons
+from .pairs import REPLACED, Layer, alone, check_places, explain, group_of, named, orientation, reasons, unwrapped
 from .sharded import ShardedPairs, cut, full
 from .stack import Stack, restored
 
-Gradients = Mapping[Tensor, Tensor]
+#: Tensors by the names of parameters.
+Tensors = Mapping[str, Tensor]
 
 #: Who saved a state without pairs.
 _UNKNOWN = (
@@ -72,10 +74,11 @@ class QuotientOptimizer(Optimizer):
 
     certify, rest, others = True, 1.0, "AdamW"
 
-    def __init__(self, params: Any, pairs: Iterable[SymmetricPair], options: dict[str, Any]) -> None:
-        self._stacks, self._places = list[Stack](), dict[nn.Module, dict[str, Tensor]]()
+    def __init__(self, params: Any, symmetries: Symmetries | Iterable[SymmetricPair], options: dict[str, Any]) -> None:
+        self._within: nn.Module | None = options.pop("within", None)
+        self._stacks, self._inside = list[Stack](), set[str]()  # the names of what has lain in the model
         self._layers = list[Layer]()  # of LoRA
-        self._homes = dict[Tensor, tuple[torch.dtype, torch.device]]()
+        self._homes = dict[str, tuple[Any, ...]]()
         self._warned, self._skipped = set[str](), torch.tensor(0)
         if unknown := options.keys() - _OPTIONS.keys():
             raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
@@ -83,7 +86,7 @@ class QuotientOptimizer(Optimizer):
         apart = options.keys() & {"betas", "eps"} if "momentum" in options else ()
         self._of_others = {name: options.pop(name) for name in apart}
         super().__init__(params, {"weight_decay": 0.0, "max_grad_norm": None, **options})
-        self.add_pairs(pairs)
+        self.add_pairs(symmetries)
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +98,8 @@ class QuotientOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimisers do; :meth:`add_pairs` tells which of them form pairs.
 
-        Its ``lr`` holds for all of them; without one, that of the optimiser does, as for the groups it was made with.
+        They come with their names, as from ``named_parameters``. Its ``lr`` holds for all of them; without one, that of
+        the optimiser does, as for the groups it was made with.
         """
         if "pairs" in param_group:
             raise TypeError("a group of parameters takes no pairs; pass them to add_pairs")
@@ -105,39 +109,47 @@ class QuotientOptimizer(Optimizer):
             other = getattr(torch.optim, group["others"])([torch.empty(0, 0, requires_grad=True)])
             theirs = {k: other.defaults[k] for k in ("betas", "eps", "momentum") if k in other.defaults}
         check_options({**self.defaults, **theirs, **group}, self.defaults)
+        if not isinstance(group["params"], set):  # which torch refuses
+            group["params"] = named(group, self._within)
         super().add_param_group({**theirs, **group})
 
-    def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
+    def add_pairs(self, symmetries: Symmetries | Iterable[SymmetricPair]) -> None:
         """Tell which of the optimiser's parameters form pairs; known pairs are ignored.
 
-        Adapters that form no pair are trained like parameters outside pairs, and a warning names them.
+        Those of which a weight is frozen, or not among the parameters, are trained like parameters outside pairs, and
+        so is what is refused; a warning names them.
         """
-        home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        given, known = check_pairs(pairs), {b.key for s in self._stacks for p in s.given for b in p.G + p.H}
+        given = symmetries if isinstance(symmetries, Symmetries) else Symmetries(tuple(check_pairs(symmetries)))
+        for group in self.param_groups if self._within is None else ():
+            group["param_names"] = unwrapped(group["param_names"], given)
+        weights = self._weights()
+        home = {name: i for i, group in enumerate(self.param_groups) for name in group["param_names"]}
+        trained = {name: p for name, p in weights.items() if p.requires_grad}
+        found, old = given.restricted(trained), [p for s in self._stacks for p in s.given]
+        known, names, left = {s for p in old for s in p.slots}, {p.name for p in old}, list(found.refused)
         chosen: dict[tuple[Any, ...], list[SymmetricPair]] = {}
-        for i, pair in enumerate(given):
-            keys = {b.key for b in pair.G + pair.H}
-            group = None if keys & known else group_of(pair, home)
-            if group is None:
+        for pair in (p for p in found.pairs if known.isdisjoint(p.slots)):
+            group, flipped = group_of(pair, home, weights), orientation(pair, weights)
+            if flipped is None:
+                left.append(refused(pair, Cause.DEFICIENT, f"a rank below {pair.group.h}"))
                 continue
-            if (flipped := orientation(pair)) is None:
-                given[i] = refused(pair, f"both factors have a rank below {pair.usable_group().h}")
-                continue
-            known |= keys
+            if pair.name in names:
+                raise ValueError(f"two pairs are called {pair.name!r}; give each of yours another name")
+            known |= set(pair.slots)
+            names.add(pair.name)
             # Adapters take turns: those that are switched off stay out of the others' stacks.
-            alike = (group, flipped, pair.scale, pair.part, is_sharded(pair.G[0].tensor))
+            alike = (group, flipped, pair.scale, pair.part, is_sharded(weights[pair.G[0].name]))
             chosen.setdefault(alike, []).append(pair)
-        for (group, flipped, *_), members in chosen.items():
-            self._stacks += [Stack(found.pairs, flipped, group) for found in stacks(members)]
-        check_places(self._places, self._layers, home)
-        self._cover()
-        owners = [m for p in given for m in ([b.module for b in p.G + p.H] if p.model is None else [p.model])]
-        models = dict.fromkeys([*self._places, *owners])
-        self._places = {m: {name: p for name, p in m.named_parameters() if p in home} for m in models}
-        scales = {b.tensor: p.scale for s in self._stacks for p in s.given for b in p.G + p.H}
-        self._layers = [(m, name, scales.get(B)) for o in models for m, name, B in lora_layers(o) if B in home]
-        self._homes = {p: (p.dtype, p.device) for p in home}
-        left = alone(given, {p for p in home if p not in self._covered or p in self._partly})
+        new = [Stack(s.pairs, alike[1], alike[0], weights) for alike, ps in chosen.items() for s in stacks(ps, weights)]
+        self._stacks += new
+        self._cover(weights)
+        if self._within is not None:
+            self._inside |= weights_of(self._within).keys() & weights.keys()
+            scales = {name: p.scale for s in self._stacks for p in s.given for name in p.names}
+            own = {p: name for name, p in weights.items()}
+            layers = ((layer, name, own.get(B)) for layer, name, B in lora_layers(self._within))
+            self._layers = [(layer, name, scales.get(B)) for layer, name, B in layers if B is not None]
+        left = alone(left, {k: p for k, p in trained.items() if k not in self._covered or k in self._partly})
         if not self._stacks and not any(p.kind == "lora" for p in left):
             why = f" ({reasons(left)})" if left else ""
             raise ValueError(
@@ -145,19 +157,38 @@ class QuotientOptimizer(Optimizer):
                 "of adapters, create_quotient_optimizer those of attention; for a model without either use AdamW"
             )
         if left:
-            what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
-            which = f"{len(left)} of {len(given)} {what}, which form no pair: {reasons(left)}"
+            every = [*left, *(p for s in new for p in s.given)]
+            what = "adapters" if all(p.kind == "lora" for p in every) else "parts of the model"
+            which = f"{len(left)} of {len(every)} {what}, which form no pair: {reasons(left)}"
             warnings.warn(f"{self._rest()} trains {which}", stacklevel=5)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the parameters as they are now, by their names."""
+        found = dict[str, Tensor]()
+        for group in self.param_groups:
+            if len(names := group["param_names"]) != len(group["params"]):
+                raise ValueError(f"{len(group['params'])} parameters have {len(names)} names: some {REPLACED}")
+            found.update(zip(names, group["params"], strict=True))
+        if len(found) != sum(len(group["params"]) for group in self.param_groups):
+            counts = Counter(chain.from_iterable(group["param_names"] for group in self.param_groups))
+            raise ValueError(
+                f"two parameters are called {counts.most_common(1)[0][0]!r}; put several models into one module, such "
+                "as nn.ModuleList, and take names and symmetries of that"
+            )
+        return found
 
     def _rest(self) -> str:
         return " or ".join(dict.fromkeys(group["others"] for group in self.param_groups))
 
-    def _cover(self) -> None:
-        self._shards = ShardedPairs(self._stacks)
+    def _cover(self, weights: Tensors) -> None:
+        self._shards = ShardedPairs(self._stacks, weights)
         self._certification = Certification(s.pairs for s in self._stacks)
-        masks = coverage(s.pairs for s in self._stacks)  # of which most are not kept: a byte for every weight
-        self._covered = {p: int((~mask).sum()) for p, mask in masks.items()}
-        self._partly = {p: cut(p, m) if is_sharded(p) else m for p, m in masks.items() if self._covered[p]}
+        # Most masks are not kept: a byte for every weight.
+        masks = coverage((s.pairs for s in self._stacks), weights)
+        self._covered = {name: int((~mask).sum()) for name, mask in masks.items()}
+        cuts = {name: (weights[name], m) for name, m in masks.items() if self._covered[name]}
+        self._partly = {name: cut(p, m) if is_sharded(p) else m for name, (p, m) in cuts.items()}
+        self._homes = {name: home_of(p) for name, p in weights.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -171,28 +202,27 @@ class QuotientOptimizer(Optimizer):
             loss = None if closure is None else closure()
         for group in self.param_groups:  # which schedules change
             check_options(group, self.param_groups[0])
-        own = dict.fromkeys(chain.from_iterable(group["params"] for group in self.param_groups))
-        if check_places(self._places, self._layers, own):
-            self._cover()
-        homes = {p: (p.dtype, p.device) for p in own}
-        if any(self._homes.get(p, home) != home for p, home in homes.items()):  # after model.double()
+        weights = self._weights()
+        if self._within is not None:
+            check_places(self._within, self._layers, {k: p for k, p in weights.items() if k in self._inside})
+        homes = {name: home_of(p) for name, p in weights.items()}
+        if any(self._homes.get(name, home) != home for name, home in homes.items()):  # as after model.double()
             self.load_state_dict(self.state_dict())
-        self._homes = homes
-        gradients = self._shards.gradients(own)
+        gradients = self._shards.gradients(weights)
         if any(map(attrgetter("is_sparse"), gradients.values())):
             raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
         if gradients:
-            with torch.autocast(next(iter(own)).device.type, enabled=False):
-                self._step(gradients)
+            with torch.autocast(next(iter(weights.values())).device.type, enabled=False):
+                self._step(weights, gradients)
         return loss
 
-    def _step(self, gradients: Gradients) -> None:
+    def _step(self, weights: Tensors, gradients: Tensors) -> None:
         """Update the parameters that have a gradient."""
-        weights, whole = self._shards.gather(gradients)
-        started = [s for s in self._stacks if s.begin(whole, weights)]
+        whole, whole_gradients = self._shards.gather(weights, gradients)
+        started = [s for s in self._stacks if s.begin(whole, whole_gradients)]
         running = [s for s in started if s.runs]
-        outside = {p: g for p, g in gradients.items() if p not in self._covered}
-        outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
+        outside = {name: g for name, g in gradients.items() if name not in self._covered}
+        outside.update((k, gradients[k].masked_fill(mask, 0)) for k, mask in self._partly.items() if k in gradients)
         for s in running:  # elsewhere in double precision where straighten_ will act, which sees one step more
             s.measure(self._metric, *((False, True) if on_cpu(s.sizes) else (s.steps % 8 == 0,)))
         if not self._is_sound(running, gradients, outside):
@@ -201,8 +231,8 @@ class QuotientOptimizer(Optimizer):
         # looking reads from the device.
         looking = [s for s in started if s.steps & (s.steps - 1) == 0]
         if self.certify and any(not self._certification.open.isdisjoint(s.pairs.pairs) for s in looking):
-            pairs = {p: full(p) for p in self._covered}
-            self._certify({p: full(g) for p, g in gradients.items() if p in pairs}, pairs)
+            pairs = {name: full(weights[name]) for name in self._covered}
+            self._certify(pairs, {name: full(g) for name, g in gradients.items() if name in pairs})
         for s in started:
             s.steps += 1
         for s in running:
@@ -221,15 +251,15 @@ class QuotientOptimizer(Optimizer):
             group = self.param_groups[s.group]
             s.state = s.state or self._new_state(s)
             self._step_pairs(group, s)
-        self._shards.scatter_(weights)
-        weights.clear()
+        self._shards.scatter_(whole, weights)
+        whole.clear()
         if outside:
-            _step_others(self, self._partly, outside)
+            _step_others(self, self._partly, weights, outside)
         for s in running:
             if not on_cpu(s.sizes):
                 del s.x, s.g, s.spare
 
-    def _is_sound(self, running: Sequence[Stack], gradients: Gradients, outside: Gradients) -> bool:
+    def _is_sound(self, running: Sequence[Stack], gradients: Tensors, outside: Tensors) -> bool:
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
         parts = self._shards.once(outside.values(), copies=True)
@@ -246,11 +276,11 @@ class QuotientOptimizer(Optimizer):
             return not outside or bool(sound)
         if cmath.isfinite(total.item()):
             return True
-        explain(running, gradients)
+        explain(running, gradients, self._within)
 
-    def _certify(self, gradients: Gradients, weights: Gradients) -> None:
+    def _certify(self, weights: Tensors, gradients: Tensors) -> None:
         """Raise for a pair that is no symmetry; warn if none has passed, or only adapters, which are ones, fail."""
-        found = self._certification.see(gradients, weights)
+        found = self._certification.see(weights, gradients)
         try:
             found.check()
         except NotASymmetryError as error:
@@ -278,9 +308,9 @@ class QuotientOptimizer(Optimizer):
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        kinds = Counter((p.kind == "lora", p.usable_group().h) for s in self._stacks for p in s.given)
+        kinds = Counter((p.kind == "lora", p.group.h) for s in self._stacks for p in s.given)
         parts = [f"{n} {'adapter' if lora else 'pair'}{'s' * (n > 1)} of rank {h}" for (lora, h), n in kinds.items()]
-        left = sum(self._covered.get(p, p.numel()) for group in self.param_groups for p in group["params"])
+        left = sum(self._covered.get(name, p.numel()) for name, p in self._weights().items())
         what = f"{', '.join(parts) or 'nothing'} on the quotient; {left} other weights by {self._rest()}"
         return f"{what}\n{super().__repr__()}"
 
@@ -297,42 +327,37 @@ class QuotientOptimizer(Optimizer):
             warnings.warn(f"{count} steps were skipped: {_SKIPPED}", RuntimeWarning, stacklevel=2)
         kept = ("names", "flipped", "group", "steps")
         stacks = [{k: getattr(s, k) for k in kept} | {"state": self._shards.whole_state(s)} for s in self._stacks]
-        places = self._order()
-        for s, entry in zip(self._stacks, stacks, strict=True):
-            entry["places"] = [places[p] for p in s.given]
         more = {"kind": type(self).__name__, "pairs": [name for s in stacks for name in s["names"]], "stacks": stacks}
         found = {**super().state_dict(), **more}
         found["state"] = {i: {k: full(v) for k, v in state.items()} for i, state in found["state"].items()}
         return copy.deepcopy(found)
 
-    def _order(self) -> dict[SymmetricPair, tuple[int, int]]:
-        """Say with which of the optimiser's parameters each pair begins, and where, to tell pairs of one name apart."""
-        order = {p: i for i, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups))}
-        first = {p: p.G[0] for s in self._stacks for p in s.given}
-        return {p: (order.get(getattr(b.module, b.attribute, None), -1), b.offset) for p, b in first.items()}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly.
 
-        Pairs are found by their names, and by the order of parameters where several models have pairs of one name.
+        Pairs are found by their names; other parameters, as by all of torch's optimisers, by their order.
         """
         if (kind := state_dict.get("kind", _UNKNOWN)) != (own := type(self).__name__):
             raise ValueError(
                 f"this state was saved by {kind}, not by {own}; to switch, load the model's weights and start a new "
                 "optimiser with a short warm-up of the rate"
             )
-        saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
+        saved, weights = (
+            copy.deepcopy(state_dict),
+            self._weights(),
+        )  # torch would keep tensors, which the next step changes
         # Others have reached full rank since the saved optimiser was created.
-        found = restored(saved["stacks"], self._order(), self._new_state)
-        super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
+        found = restored(saved["stacks"], (p for s in self._stacks for p in s.given), weights, self._new_state)
+        groups = [{k: v for k, v in group.items() if k != "param_names"} for group in saved["param_groups"]]
+        super().load_state_dict({"state": saved["state"], "param_groups": groups})
         for w, state in self.state.items():
             if is_sharded(w):
                 state.update((k, cut(w, v)) for k, v in state.items() if isinstance(v, Tensor) and v.shape == w.shape)
         self._stacks = found
-        self._cover()
+        self._cover(weights)
 
 
-def _clip(bound: float, running: Sequence[Stack], outside: Gradients, shards: ShardedPairs) -> dict[Tensor, Tensor]:
+def _clip(bound: float, running: Sequence[Stack], outside: Tensors, shards: ShardedPairs) -> dict[str, Tensor]:
     """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
     squares = [torch.linalg.vector_norm(wide(g)).square() for g in shards.once(outside.values())]
     for s in running:
@@ -342,31 +367,37 @@ def _clip(bound: float, running: Sequence[Stack], outside: Gradients, shards: Sh
     factor = (bound / (shards.sum(squares).sqrt() + 1e-12)).clamp_max(1.0)
     for s in running:
         torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
-    return {p: g * factor.to(g.device) for p, g in outside.items()}
+    return {name: g * factor.to(g.device) for name, g in outside.items()}
 
 
-def _step_others(optimizer: QuotientOptimizer, partly: Gradients, gradients: Gradients) -> None:
+def _step_others(optimizer: QuotientOptimizer, partly: Tensors, weights: Tensors, gradients: Tensors) -> None:
     """Let optimisers of torch update the parameters outside pairs, and the other entries of those in pairs."""
-    kept = {p: p.grad for p in gradients}
-    for p, g in gradients.items():
-        p.grad = g.to(p.dtype)
+    kept = {weights[name]: weights[name].grad for name in gradients}
+    for name, g in gradients.items():
+        weights[name].grad = g.to(weights[name].dtype)
     for group in optimizer.param_groups:
-        params = [p for p in group["params"] if p in gradients]
+        names = [name for name in group["param_names"] if name in gradients]
         lr = group["rest"] * float(group["lr"])
         decay = lr * group["weight_decay"]
-        whole = [p for p in params if p not in partly]
+        whole = [weights[name] for name in names if name not in partly]
         if decay and whole:
             torch._foreach_mul_(whole, 1 - decay)
-        for p in params:
-            if p in partly and p.dim() > 1:  # vectors do not decay
-                p.mul_(torch.where(partly[p], 1, 1 - decay))
-        if params:
+        for name in names:
+            if name in partly and weights[name].dim() > 1:  # vectors do not decay
+                weights[name].mul_(torch.where(partly[name], 1, 1 - decay))
+        if names:
+            params = [(name, weights[name]) for name in names]
             own = {**group, "params": params, "lr": lr, "weight_decay": 0.0}
             others = getattr(torch.optim, group["others"])([own])  # for this step, with rates and state of ours
             others.state = optimizer.state
             others.step()
     for p, grad in kept.items():
         p.grad = grad
+
+
+def home_of(p: Tensor) -> tuple[Any, ...]:
+    """Return what the state of a parameter depends on: its dtype, device, and how it is sharded."""
+    return p.dtype, p.device, getattr(p, "placements", None)
 
 
 def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:

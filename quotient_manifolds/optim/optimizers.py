@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..symmetries.found import Symmetries
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
 from .metric import Factorised, StepMetric, eye_like, inverse_root, trace, wide
 from .stack import LEAST_NORM, Stack, gram, rescaled
 
-Pairs = Iterable[SymmetricPair]
+Pairs = Symmetries | Iterable[SymmetricPair]
 Betas = tuple[float, float]
 #: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
 _LEAST = 1e-3
@@ -48,11 +49,11 @@ class QuotientAdam(QuotientOptimizer):
     Parameters
     ----------
     params : iterable
-        Parameters or parameter groups, as for any torch optimiser.
-    pairs : iterable of SymmetricPair
-        ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; for attention with ``key_bias="drop"``, see
-        :func:`create_quotient_optimizer`. Pairs without a group, and pairs without a parameter among ``params``, are
-        ignored. More can be added later by ``add_param_group({"params": …})`` and :meth:`add_pairs`.
+        Named parameters, ``model.named_parameters()``, or groups of them, as for any torch optimiser.
+    symmetries : Symmetries or iterable of SymmetricPair
+        ``quotient_manifolds.symmetries.find(model)``; for attention ``find(model).without_null()``, see
+        :func:`create_quotient_optimizer`. Pairs without a parameter among ``params`` are ignored. More can be added
+        later by ``add_param_group({"params": …})`` and :meth:`add_pairs`.
     lr : float
         η.
     betas : (float, float)
@@ -65,12 +66,15 @@ class QuotientAdam(QuotientOptimizer):
         Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
         transformers' ``Trainer`` (to 1 by default; ``max_grad_norm=0`` turns it off), makes the run depend on the
         representative.
+    within : Module, optional
+        The model in which the parameters lie. It knows the names of those that have none; and a step raises if one has
+        left it, or if a LoRA adapter in it is merged or has another scale.
 
     Raises
     ------
     ValueError
-        An option is out of range; no pair is among the parameters; the parameters of a pair lie in several groups or
-        are incomplete; both factors of a pair lack full rank; parameters are sharded.
+        An option is out of range; parameters have no names; no pair is among them, or one in several groups; both
+        factors of a pair lack full rank; parameters are sharded.
 
     Warnings
     --------
@@ -93,27 +97,27 @@ class QuotientAdam(QuotientOptimizer):
     --------
     >>> import torch
     >>> from quotient_manifolds.optim import QuotientAdam
-    >>> from quotient_manifolds.symmetries import GL, block, pair
-    >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
-    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
-    >>> optimizer = QuotientAdam([down.weight, up.weight], [p], lr=1e-2)
-    >>> loss = up(down(torch.ones(1, 6))).square().sum()
+    >>> from quotient_manifolds.symmetries import GL, pair, slot
+    >>> model = torch.nn.Sequential(torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False))
+    >>> p = pair([slot(model, "1.weight")], [slot(model, "0.weight", transpose=True)], GL(2))
+    >>> optimizer = QuotientAdam(model.named_parameters(), [p], lr=1e-2)
+    >>> loss = model(torch.ones(1, 6)).square().sum()
     >>> loss.backward()
     >>> optimizer.step()
-    >>> bool(up(down(torch.ones(1, 6))).square().sum() < loss)
+    >>> bool(model(torch.ones(1, 6)).square().sum() < loss)
     True
     """
 
     def __init__(
         self,
         params: Any,
-        pairs: Pairs = (),
+        symmetries: Pairs = (),
         lr: float = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         **options: Any,
     ) -> None:
-        super().__init__(params, pairs, {"lr": lr, "betas": betas, "eps": eps, **options})
+        super().__init__(params, symmetries, {"lr": lr, "betas": betas, "eps": eps, **options})
 
     def _new_state(self, s: Stack) -> dict[str, Tensor]:
         state = super()._new_state(s)
@@ -163,7 +167,7 @@ class QuotientMuon(QuotientOptimizer):
 
     Parameters
     ----------
-    params, pairs, max_grad_norm
+    params, symmetries, max_grad_norm, within
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η, the size of a step of the product, so not AdamW's rate. .02 is a starting point, not a tuned value.
@@ -205,19 +209,21 @@ class QuotientMuon(QuotientOptimizer):
     --------
     >>> import torch
     >>> from quotient_manifolds.optim import QuotientMuon
-    >>> from quotient_manifolds.symmetries import GL, block, pair
-    >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
-    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
-    >>> optimizer = QuotientMuon([down.weight, up.weight], [p], lr=0.02)
-    >>> before = (up.weight @ down.weight).detach()
-    >>> up(down(torch.randn(3, 6))).square().sum().backward()
+    >>> from quotient_manifolds.symmetries import GL, pair, slot
+    >>> model = torch.nn.Sequential(torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False))
+    >>> p = pair([slot(model, "1.weight")], [slot(model, "0.weight", transpose=True)], GL(2))
+    >>> optimizer = QuotientMuon(model.named_parameters(), [p], lr=0.02)
+    >>> before = (model[1].weight @ model[0].weight).detach()
+    >>> model(torch.randn(3, 6)).square().sum().backward()
     >>> optimizer.step()
-    >>> round(float(torch.linalg.matrix_norm((up.weight @ down.weight).detach() - before, 2)), 2) <= 0.02
+    >>> round(float(torch.linalg.matrix_norm((model[1].weight @ model[0].weight).detach() - before, 2)), 2) <= 0.02
     True
     """
 
-    def __init__(self, params: Any, pairs: Pairs = (), lr: float = 0.02, momentum: float = 0.9, **options: Any) -> None:
-        super().__init__(params, pairs, {"lr": lr, "momentum": momentum, **options})
+    def __init__(
+        self, params: Any, symmetries: Pairs = (), lr: float = 0.02, momentum: float = 0.9, **options: Any
+    ) -> None:
+        super().__init__(params, symmetries, {"lr": lr, "momentum": momentum, **options})
 
     rest = 1 / 20  # .001 instead of .02
 
@@ -259,7 +265,7 @@ class QuotientSGD(QuotientOptimizer):
 
     Parameters
     ----------
-    params, pairs, max_grad_norm
+    params, symmetries, max_grad_norm, within
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η.
@@ -287,20 +293,20 @@ class QuotientSGD(QuotientOptimizer):
 
     >>> import torch
     >>> from quotient_manifolds.optim import QuotientSGD
-    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> from quotient_manifolds.symmetries import factor_pair
     >>> def stepped(scale):
-    ...     down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
-    ...     down.weight.data, up.weight.data = scale * torch.eye(2, 3), torch.eye(3, 2) / scale
-    ...     p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
-    ...     up(down(torch.ones(1, 3))).square().sum().backward()
-    ...     QuotientSGD([up.weight, down.weight], [p], lr=0.1).step()
-    ...     return up.weight @ down.weight
+    ...     G, H = (torch.nn.Parameter(c * torch.eye(3, 2)) for c in (scale, 1 / scale))
+    ...     (G @ H.T).sum(1).square().sum().backward()
+    ...     QuotientSGD([("G", G), ("H", H)], [factor_pair(G, H)], lr=0.1).step()
+    ...     return G @ H.T
     >>> torch.allclose(stepped(1.0), stepped(100.0), atol=1e-5)
     True
     """
 
-    def __init__(self, params: Any, pairs: Pairs = (), lr: float = 1e-3, momentum: float = 0.0, **options: Any) -> None:
-        super().__init__(params, pairs, {"lr": lr, "momentum": momentum, **options})
+    def __init__(
+        self, params: Any, symmetries: Pairs = (), lr: float = 1e-3, momentum: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(params, symmetries, {"lr": lr, "momentum": momentum, **options})
 
     others = "SGD"
 

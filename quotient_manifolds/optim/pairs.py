@@ -1,48 +1,62 @@
-"""Which of an optimiser's parameters form pairs, whether they still lie in their model, and can take a step."""
+"""Which of an optimiser's named parameters form pairs, whether they still lie in their model, and can take a step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio, finite, in_double
+from ..symmetries.found import Symmetries
 from ..symmetries.lora import zero_norm
-from ..symmetries.pairs import SymmetricPair
-from ..symmetries.stacks import PairStack
-from ..weights import is_sharded, plain_names
+from ..symmetries.pairs import Cause, Refusal, SymmetricPair
+from ..weights import is_sharded, weights_of
 from .sharded import full
 from .stack import Stack
 
 #: A LoRA layer, the name of an adapter, and the scale of its pair, if it forms one.
 Layer = tuple[Any, str, float | None]
+REPLACED = (
+    "have been replaced or deleted since this optimiser was created, by load_state_dict(assign=True), delete_adapter, "
+    "merge_and_unload, fully_shard or DeepSpeed; make it anew"
+)
 
 
-def check_places(
-    places: Mapping[nn.Module, dict[str, Tensor]], layers: Iterable[Layer], own: Collection[Tensor]
-) -> bool:
-    """Raise if parameters have left their model, where others would stay untrained, or LoRA layers are merged.
+def named(group: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, Tensor]]:
+    """Return the parameters of a group with their names: those in the model, if it is known, or those given."""
+    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    if "param_names" in group:
+        params = list(zip(group["param_names"], params, strict=True))
+    known = {} if model is None else {p: name for name, p in weights_of(model).items()}
+    given = (p if isinstance(p, tuple) else (None, p) for p in params)
+    found = [(known.get(p, name), p) for name, p in given]
+    if any(name is None for name, _ in found):
+        raise ValueError(
+            "parameters have no names, by which symmetries know them; pass model.named_parameters(), or, for groups "
+            "that a Trainer makes, within=model"
+        )
+    return found
+
+
+def unwrapped(names: Sequence[str], symmetries: Symmetries) -> list[str]:
+    """Strip the prefix of ``torch.compile`` from names, and that of wrappers such as DDP unless symmetries have it."""
+    claims = (*symmetries.pairs, *symmetries.refused)
+    layer = any(name.startswith("module.") for p in claims for name in (p.module, *p.names))  # which has this name
+    return [re.sub("" if layer else r"^(module\.)+", "", name.replace("_orig_mod.", "")) for name in names]
+
+
+def check_places(model: nn.Module, layers: Iterable[Layer], weights: Mapping[str, Tensor]) -> None:
+    """Raise if weights have left their model, where others would stay untrained, or LoRA layers are merged.
 
     Or if their scales are no longer those of the pairs.
-
-    Those that were replaced in the model and in the optimiser alike, as accelerate does with FSDP2, have not; return
-    whether there are any.
     """
-    moved = False
-    for model, named in places.items():
-        inside = dict(model.named_parameters())
-        new = {name: inside[name] for name, p in named.items() if p not in own and inside.get(name) in own}
-        named.update(new)
-        moved |= bool(new)
-        present = set(inside.values())
-        if gone := [name for name, p in named.items() if p not in own or p not in present]:
-            more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
-            raise ValueError(
-                f"{gone[0]!r}{more} of the model have been replaced or deleted since this optimiser was created, by "
-                "load_state_dict(assign=True), delete_adapter, merge_and_unload, fully_shard or DeepSpeed; make it anew"
-            )
+    present = set(model.parameters())
+    if gone := [name for name, p in weights.items() if p not in present]:
+        more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
+        raise ValueError(f"{gone[0]!r}{more} of the model {REPLACED}")
     for layer, name, scale in layers:
         if merged := layer.merged_adapters:
             raise ValueError(
@@ -53,47 +67,38 @@ def check_places(
                 f"adapter {name!r} has the scale {now:g}, but its pair has {scale:g}: hotswap_adapter or set_scale has "
                 "changed it; find pairs and make the optimiser anew"
             )
-    return moved
 
 
-def alone(pairs: Iterable[SymmetricPair], own: Collection[Tensor]) -> list[SymmetricPair]:
+def alone(refused: Iterable[Refusal], own: Mapping[str, Tensor]) -> list[Refusal]:
     """List what forms no pair, but has matrices among ``own``: in its module, or, where a part is frozen, in itself."""
-    found = []
-    for p in pairs:
-        if p.group is None and p.model is not None:
-            modules = {} if p.frozen else dict(p.model.named_modules())
-            plain = plain_names(p.model)
-            module = next((m for path, m in modules.items() if plain(path) == p.module), None)
-            tensors = p.parameters() if module is None else module.parameters()
-            found += [p] if any(t in own and t.dim() > 1 for t in tensors) else []
+    matrices, found = {name for name, p in own.items() if p.dim() > 1}, list[Refusal]()
+    for p in refused:
+        path = f"{p.module}." if p.module else ""
+        inside = p.cause is not Cause.FROZEN and any(name.startswith(path) for name in matrices)
+        found += [p] if inside or not matrices.isdisjoint(p.names) else []
     return found
 
 
-def reasons(pairs: Iterable[SymmetricPair]) -> str:
-    """Join the reasons why pairs have no group, each with the first of its pairs."""
-    names: dict[str, list[str]] = {}
-    for p in pairs:
-        names.setdefault(p.reason, []).append(p.name)
+def reasons(refused: Iterable[Refusal]) -> str:
+    """Join the reasons why there are no pairs, each with the first of its places."""
+    alike: dict[object, list[Refusal]] = {}
+    for p in refused:
+        alike.setdefault(p.cause if p.cause in (Cause.FROZEN, Cause.COMPUTED) else p.reason, []).append(p)
     return "; ".join(
-        f"{why} ({first!r}{f' and {len(rest)} more' if rest else ''})" for why, (first, *rest) in names.items()
+        f"{first.reason} ({first.name!r}{f' and {len(rest)} more' if rest else ''})" for first, *rest in alike.values()
     )
 
 
-def group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
-    """Return the parameter group of a usable pair, given that of every parameter; None for pairs that are ignored."""
-    blocks = pair.G + pair.H
-    inside = {home[b.tensor] for b in blocks if b.tensor in home}
-    if pair.group is None or not inside:
-        return None
-    missing = next((b.place for b in blocks if b.tensor not in home), "")
-    kinds = {type(b.tensor).__name__ if is_sharded(b.tensor) else "" for b in blocks}
-    whole = kinds in ({""}, {"DTensor"})
+def group_of(pair: SymmetricPair, home: Mapping[str, int], weights: Mapping[str, Tensor]) -> int:
+    """Return the parameter group of a pair, given that of every parameter; raise if there it takes no step."""
+    inside, own = {home[name] for name in pair.names}, [weights[name] for name in pair.names]
+    kinds = {type(p).__name__ if is_sharded(p) else "" for p in own}
     wrong = {
-        f": {missing} is not among the optimiser's parameters but the rest of the pair is; pass both factors": missing,
-        " is a complex point (RoPE); call plain_parameters_, or use geoopt": any(b.tensor.is_complex() for b in blocks),
-        " has a sharded parameter (FSDP1, ZeRO-3, or FSDP2 of a part of it); use DDP or FSDP2": not whole,
+        " is a complex point (RoPE); call plain_parameters_, or use geoopt": any(p.is_complex() for p in own),
+        " has a sharded parameter (FSDP1, ZeRO-3, or FSDP2 of a part of it); use DDP or FSDP2": kinds
+        not in ({""}, {"DTensor"}),
         f" is split over the parameter groups {sorted(inside)}; put both factors into one group": len(inside) > 1,
-        " is on the meta device; load its weights before making an optimiser": any(b.tensor.is_meta for b in blocks),
+        " is on the meta device; load its weights before making an optimiser": any(p.is_meta for p in own),
     }
     for words, holds in wrong.items():
         if holds:
@@ -101,12 +106,12 @@ def group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
     return inside.pop()
 
 
-def orientation(pair: SymmetricPair) -> bool | None:
+def orientation(pair: SymmetricPair, weights: Mapping[str, Tensor]) -> bool | None:
     """Tell whether the factors of a pair must swap roles, because H lacks full column rank and G does not.
 
-    None for an adapter of which both factors lack full rank, but not so far that gradients could not move it.
+    None where both lack it: an adapter, but not so far that gradients could not move it, or factors of too few rows.
     """
-    x = PairStack([pair]).gather({p: full(p.detach()) for p in pair.parameters()})[0]
+    x = pair.gather({name: full(weights[name].detach()) for name in pair.names})
     if not finite(x):
         raise ValueError(f"pair {pair.name!r} has NaN or infinite entries; load intact weights")
     tolerance = x.shape[-1] * torch.finfo(at_least_float32(x.real.dtype)).eps
@@ -116,7 +121,7 @@ def orientation(pair: SymmetricPair) -> bool | None:
     )
     if G or H:
         return not H
-    if pair.kind == "lora" and bool(x.any()):
+    if bool(x.any()) and (pair.kind == "lora" or pair.group.h > max(pair.n, pair.m)):
         return None
     raise ValueError(
         f"pair {pair.name!r}: both factors lack full column rank ({pair.n} and {pair.m} rows, {x.shape[-1]} columns); "
@@ -124,15 +129,14 @@ def orientation(pair: SymmetricPair) -> bool | None:
     )
 
 
-def explain(running: Iterable[Stack], gradients: Mapping[Tensor, Tensor]) -> NoReturn:
+def explain(running: Iterable[Stack], gradients: Mapping[str, Tensor], model: nn.Module | None) -> NoReturn:
     """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
-    wrong = [g.shape for g in gradients.values() if not bool(full(g).isfinite().all())]  # by all processes together
+    wrong = [name for name, g in gradients.items() if not bool(full(g).isfinite().all())]  # by all processes together
     if wrong:
-        models = dict.fromkeys(p.model for s in running for p in s.given if p.model is not None)
-        why = next(filter(None, map(zero_norm, models)), "")
+        why = "" if model is None else zero_norm(model)
         raise ValueError(
-            f"the gradient of a parameter of shape {tuple(wrong[0])} has NaN or infinite entries; no weight was "
-            f"changed; {why or 'check the loss, lower the learning rate, or train in bfloat16 or float32'}"
+            f"the gradient of {wrong[0]!r} has NaN or infinite entries; no weight was changed; "
+            f"{why or 'check the loss, lower the learning rate, or train in bfloat16 or float32'}"
         )
     for s in running:
         if bool((unsound := ~s.sound()).any()):

@@ -61,9 +61,9 @@ class ShardedPairs:
     It gets the rows of the factors in its share from all others, and sends those of the new ones back.
     """
 
-    def __init__(self, stacks: Iterable[Stack]) -> None:
-        sharded = [s for s in stacks if any(map(is_sharded, s.pairs.parameters()))]
-        self._over = {_over(p) for s in sharded for p in s.pairs.parameters()}
+    def __init__(self, stacks: Iterable[Stack], weights: Mapping[str, Any]) -> None:
+        sharded = [s for s in stacks if any(is_sharded(weights[name]) for name in s.pairs.rows.names)]
+        self._over = {_over(weights[name]) for s in sharded for name in s.pairs.rows.names}
         if len(self._over) > 1 or any(len(dims) != 1 for _, dims in self._over):
             raise ValueError(
                 "pairs are sharded over several meshes, tensor-parallel, or in part since the optimiser was made; "
@@ -73,12 +73,13 @@ class ShardedPairs:
         self.rank, self.size = (dist.get_rank(self.group), dist.get_world_size(self.group)) if sharded else (0, 1)
         self._replicas = [mesh.get_group(i) for mesh, dims in self._over for i in range(mesh.ndim) if i not in dims]
         shares = [[p for s in sharded for p in s.given[_share(s, rank, self.size)]] for rank in range(self.size)]
-        #: The parameters that each process needs, and those that several need.
-        self._needed: list[dict[Any, None]] = [dict.fromkeys(t for p in own for t in p.parameters()) for own in shares]
+        #: The names of the weights that each process needs, and of those that several need.
+        self._needed = [list(dict.fromkeys(name for p in own for name in p.names)) for own in shares]
         counts = Counter(chain.from_iterable(self._needed))
-        self._common = [p for p, count in counts.items() if count > 1]
+        self._common = [name for name, count in counts.items() if count > 1]
         # Of the device and the dtype in which all is sent: not every backend sends half precision.
-        empty = [p.to_local().flatten()[:0].to(at_least_float32(p.dtype)) for p in counts]
+        needed = [weights[name] for name in counts]
+        empty = [p.to_local().flatten()[:0].to(at_least_float32(p.dtype)) for p in needed]
         self._nothing = torch.cat(empty) if sharded else torch.empty(0)
         for s in (s for s in sharded if s.own == slice(None)):
             s.keep(_share(s, self.rank, self.size))
@@ -91,23 +92,23 @@ class ShardedPairs:
             dist.all_reduce(total := wide(total), group=self.group)
         return total
 
-    def gradients(self, own: Iterable[Any]) -> dict[Tensor, Tensor]:
-        """List the gradients of parameters, of which all processes then have the same.
+    def gradients(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+        """List the gradients of weights, of which all processes then have the same.
 
         Where one has none but another has, as by hand, it is 0, and so are those of its replicas.
         """
-        found = {p: p.grad for p in own}
-        sharded = [p for p in found if is_sharded(p)] if self.group is not None else []
+        found = {name: p.grad for name, p in weights.items()}
+        sharded = {name: p for name, p in weights.items() if self.group is not None and is_sharded(p)}
         if sharded:
-            lacks = [float(found[p] is None) for p in sharded]
-            marks = torch.tensor([lacks, [1 - v for v in lacks]], device=sharded[0].device)
+            lacks = [float(p.grad is None) for p in sharded.values()]
+            marks = torch.tensor([lacks, [1 - v for v in lacks]], device=next(iter(sharded.values())).device)
             for group in self._replicas:
                 dist.all_reduce(marks, dist.ReduceOp.MAX, group=group)
             dist.all_reduce(marks[1], dist.ReduceOp.MAX, group=self.group)
-            for p, lacking, some in zip(sharded, *marks.tolist(), strict=True):
+            for (name, p), lacking, some in zip(sharded.items(), *marks.tolist(), strict=True):
                 if lacking:
-                    found[p] = torch.zeros_like(p) if some else None
-        return {p: g for p, g in found.items() if g is not None}
+                    found[name] = torch.zeros_like(p) if some else None
+        return {name: g for name, g in found.items() if g is not None}
 
     def once(self, tensors: Iterable[Any], *, copies: bool = False) -> Iterator[Tensor]:
         """List parts of tensors such that all processes together have each of their entries once, or every copy."""
@@ -117,33 +118,38 @@ class ShardedPairs:
             if ours or copies or self.rank == 0:
                 yield part
 
-    def gather(self, gradients: Mapping[Any, Any]) -> tuple[dict[Any, Tensor], Mapping[Any, Tensor]]:
-        """Return the whole parameters of this process's pairs, and the gradients, of which those of these are whole."""
-        if self.group is None:
-            return {}, gradients
-        found = list[dict[Any, Tensor]]()
-        for tensors in ({}, gradients):
-            found.append({p: self._nothing.new_empty(p.shape) for p in self._needed[self.rank]})
-            local = [[tensors.get(p, p).to_local() for p in own] for own in self._needed]
-            exchange(local, self._rows(found[-1]), self._nothing, self.group)
-        return found[0], {**gradients, **{p: t for p, t in found[1].items() if p in gradients}}
+    def gather(
+        self, weights: Mapping[str, Any], gradients: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return weights and gradients, of which those of this process's pairs are whole."""
+        found: list[dict[str, Tensor]] = []
+        for tensors in (weights, gradients):
+            whole = {}
+            if self.group is not None:  # one without a gradient is sent, but not used
+                whole = {name: self._nothing.new_empty(weights[name].shape) for name in self._needed[self.rank]}
+                local = [[tensors.get(name, weights[name]).to_local() for name in own] for own in self._needed]
+                exchange(local, self._rows(whole, weights), self._nothing, self.group)
+            found.append({**tensors, **{name: t for name, t in whole.items() if name in tensors}})
+        return found[0], found[1]
 
-    def scatter_(self, whole: Mapping[Any, Tensor]) -> None:
-        """Write to the parameters of all processes what each has made of those it has gathered."""
+    def scatter_(self, whole: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
+        """Write to the weights of all processes what each has made of those that it has gathered."""
         if self.group is None:
             return
-        before = {p: p.to_local().clone() for p in self._common}
-        into = [[before[p].clone() if p in before else p.to_local() for p in own] for own in self._needed]
-        exchange(self._rows(whole), into, self._nothing, self.group)
-        for p, new in zip(chain(*self._needed), chain(*into), strict=True):
-            if p in before:  # each has changed the entries of its own pairs
-                p.to_local().copy_(torch.where(new == before[p], p.to_local(), new))
+        local = {name: weights[name].to_local() for name in dict.fromkeys(chain(*self._needed))}
+        before = {name: local[name].clone() for name in self._common}
+        into = [[before[name].clone() if name in before else local[name] for name in own] for own in self._needed]
+        mine = {name: whole[name] for name in self._needed[self.rank]}
+        exchange(self._rows(mine, weights), into, self._nothing, self.group)
+        for name, new in zip(chain(*self._needed), chain(*into), strict=True):
+            if name in before:  # each has changed the entries of its own pairs
+                local[name].copy_(torch.where(new == before[name], local[name], new))
 
-    def _rows(self, whole: Mapping[Any, Tensor]) -> list[list[Tensor]]:
+    def _rows(self, whole: Mapping[str, Tensor], weights: Mapping[str, Any]) -> list[list[Tensor]]:
         """List the parts of whole tensors that lie at each process, of which the last may have none."""
         found: list[list[Tensor]] = [[] for _ in range(self.size)]
-        for p, t in whole.items():
-            dim = next(how.dim for how in p.placements if how.is_shard())
+        for name, t in whole.items():
+            dim = next(how.dim for how in weights[name].placements if how.is_shard())
             for own, rows in zip(found, t.chunk(self.size, dim), strict=False):
                 own.append(rows)
         return found

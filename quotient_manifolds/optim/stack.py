@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..linalg import at_least_float32
-from ..symmetries.blocks import BlockStack
 from ..symmetries.pairs import SymmetricPair
+from ..symmetries.slots import SlotStack, checked
 from ..symmetries.stacks import PairStack
 from .metric import StepMetric, on_cpu, wide
 
@@ -41,11 +40,15 @@ class Stack:
     before those of H. Where ``mask``, () or (points,), is False, nothing changes: an expert without tokens waits.
     """
 
-    def __init__(self, pairs: Sequence[SymmetricPair], flipped: bool, group: int) -> None:
+    def __init__(
+        self, pairs: Sequence[SymmetricPair], flipped: bool, group: int, weights: Mapping[str, Tensor]
+    ) -> None:
         self.given, self.names, self.flipped, self.group = pairs, [p.name for p in pairs], flipped, group
         self.pairs = PairStack([replace(p, G=p.H, H=p.G) if flipped else p for p in pairs])
         self.scale, self.steps, self.state = abs(pairs[0].scale) or 1.0, 0, dict[str, Tensor]()
-        self.dtype = at_least_float32(max((p.dtype for p in self.pairs.parameters()), key=attrgetter("itemsize")))
+        first, dtypes = weights[pairs[0].G[0].name], (weights[name].dtype for name in self.pairs.rows.names)
+        self.dtype, self.device = at_least_float32(max(dtypes, key=attrgetter("itemsize"))), first.device
+        self.largest = torch.finfo(weights[self.pairs.names[0]].dtype).max
         self.counts = torch.tensor([self.pairs.n, self.pairs.m])[:, None, None]  # of rows
         self.points = self.pairs.group.h if self.pairs.group.diagonal else 1  # of one pair
         self.keep(slice(None))
@@ -53,40 +56,40 @@ class Stack:
     def keep(self, own: slice) -> None:
         """Leave all but some of the pairs to other processes."""
         self.own, pairs = own, self.pairs.pairs[own]
-        self.blocks = [BlockStack([p.G for p in pairs]), BlockStack([p.H for p in pairs])]
+        self.slots = [SlotStack([p.G for p in pairs]), SlotStack([p.H for p in pairs])]
         if own != slice(None):
             self.state = {k: v[own.start * self.points : own.stop * self.points].clone() for k, v in self.state.items()}
 
     def room(self) -> list[Tensor]:
         """Make tensors for rows of G and of H, in the order of memory of the parameters."""
-        group, device, found = self.pairs.group, self.given[0].G[0].tensor.device, list[Tensor]()
+        group, found = self.pairs.group, list[Tensor]()
         dtype = self.dtype.to_complex() if group.field == "complex" else self.dtype
-        for blocks in self.blocks:
-            stride, (count, rows, *_) = blocks.runs[0].block.stride, blocks.shape
+        for slots in self.slots:
+            stride, (count, rows, *_) = slots.runs[0].slot.stride, slots.shape
             size = (count * self.points, rows, 1 if group.diagonal else group.h)
             order = (0, 2, 1) if stride[1] < stride[2] else (0, 1, 2)
-            found.append(torch.empty_permuted(size, order, dtype=dtype, device=device))
+            found.append(torch.empty_permuted(size, order, dtype=dtype, device=self.device))
         return found
 
     def _rows(self, points: Tensor) -> Tensor:
-        """View points as rows of blocks."""
+        """View points as rows of slots."""
         group = self.pairs.group
         if group.diagonal:
             points = points.unflatten(0, (-1, group.h))
         return group.from_point(points) if group.diagonal or points.is_complex() else points
 
-    def begin(self, gradients: Mapping[Tensor, Tensor], weights: Mapping[Tensor, Tensor]) -> bool:
+    def begin(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> bool:
         """Read weights and gradients; return whether any pair has one. Where both factors have none, or 0, all stays.
 
-        ``weights`` are read and written instead of parameters. On the CPU all are read to the same place at every step:
-        there memory that is new to the process costs more than what is computed. Elsewhere it is given back afterwards.
+        The weights are written to as well. On the CPU all are read to the same place at every step: there memory that
+        is new to the process costs more than what is computed. Elsewhere it is given back afterwards.
         """
         active = []
         for p in self.pairs.pairs:
-            without = [b for b in p.G + p.H if getattr(b.module, b.attribute) not in gradients]
-            if 0 < len(without) < len(p.G + p.H):
+            without = [name for name in p.names if name not in gradients]
+            if 0 < len(without) < len(p.names):
                 raise ValueError(
-                    f"pair {p.name!r}: {without[0].place} has no gradient but the rest of the pair has; train both "
+                    f"pair {p.name!r}: {without[0]!r} has no gradient but the rest of the pair has; train both "
                     "factors, or pass this pair to another optimiser"
                 )
             active.append(not without)
@@ -98,10 +101,10 @@ class Stack:
             self.spare = self.x[0].new_empty(max(x.numel() for x in self.x))
             self.counts = self.counts.to(self.x[0].device)
         into, views = list[Tensor](), list[Tensor]()
-        for blocks, x, g in zip(self.blocks, self.x, self.g, strict=True):
-            parameters = blocks.parameters()
-            for points, tensors in ((x, [weights.get(p, p) for p in parameters]), (g, map(gradients.get, parameters))):
-                of_rows, of_tensors = blocks.views(self._rows(points), tensors)
+        for slots, x, g in zip(self.slots, self.x, self.g, strict=True):
+            found = [checked(run.slot, weights[run.slot.name]) for run in slots.runs]
+            for points, tensors in ((x, found), (g, map(gradients.get, slots.names))):
+                of_rows, of_tensors = slots.views(self._rows(points), tensors)
                 into += of_rows
                 views += of_tensors
         torch._foreach_copy_(into, views)
@@ -132,8 +135,7 @@ class Stack:
         """
         rounds = 3 if on_cpu(self.sizes) else int(self.steps % 8 == 1)
         for _ in range(rounds):
-            largest = torch.finfo(self.pairs.parameters()[0].dtype).max
-            change = self.metric.straightening(~self._straight(), largest)
+            change = self.metric.straightening(~self._straight(), self.largest)
             for X, A in ((self.x, change), (self.g, change.flip(-3)), (self.moments(), change.flip(-3))):
                 for x, a in zip(X, A.unbind(1), strict=False):
                     x.copy_(x.to(a.dtype) @ a)
@@ -151,12 +153,12 @@ class Stack:
         Biases do not decay. The state is transported with them, or left as it is.
         """
         keep, sides, across = max(1 - decay, 0) ** 0.5, A.to(self.x[0].dtype).unbind(1), list[Tensor]()
-        for blocks, x, d, a in zip(self.blocks, self.x, directions, sides, strict=True):
+        for slots, x, d, a in zip(self.slots, self.x, directions, sides, strict=True):
             end = torch.baddbmm(x, d, a, beta=keep, alpha=-rate, out=self.room_of(x))
-            biases = {(r.rows.start, r.rows.stop) for r in blocks.runs if decay and len(r.block.shape) == 1}
+            biases = {(r.rows.start, r.rows.stop) for r in slots.runs if decay and len(r.slot.shape) == 1}
             for start, stop in biases:
                 end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a, alpha=-rate)
-            blocks.scatter_(self._rows(self.only(end, x, out=end)), self.weights)
+            slots.scatter_(self._rows(self.only(end, x, out=end)), self.weights)
             across += [x.mH @ end] if transport else []
         if transport:  # and what ends last is H
             found, N = wide(torch.stack([*across, gram(end)], dim=-3)).split([2, 1], dim=-3)
@@ -229,22 +231,21 @@ def rescaled(grams: list[Tensor], sizes: Tensor) -> Tensor:
 
 def restored(
     entries: Sequence[Mapping[str, Any]],
-    places: Mapping[SymmetricPair, tuple[int, int]],
+    pairs: Iterable[SymmetricPair],
+    weights: Mapping[str, Tensor],
     new_state: Callable[[Stack], dict[str, Tensor]],
 ) -> list[Stack]:
-    """Restore the stacks of a ``state_dict`` from its entries; pairs of one name are told apart by their places."""
-    counts, found = Counter(p.name for p in places), list[Stack]()
-    left = {(p.name, counts[p.name] > 1 and place): p for p, place in places.items()}
+    """Restore the stacks of a ``state_dict`` from its entries; pairs are found by their names."""
+    left, found = {p.name: p for p in pairs}, list[Stack]()
     for entry in entries:
-        keys = [(n, counts[n] > 1 and tuple(place)) for n, place in zip(entry["names"], entry["places"], strict=True)]
-        if missing := sorted({key[0] for key, n in Counter(keys).items() if n > (key in left)}):
-            names = ", ".join(missing[:3])
-            raise ValueError(f"the state belongs to other pairs: {names} (or their parameters were in another order)")
-        own = [left.pop(key) for key in keys]
-        s = Stack(own, entry["flipped"], entry["group"])
+        own = [(name, left.pop(name, None)) for name in entry["names"]]
+        if missing := sorted({name for name, p in own if p is None}):
+            raise ValueError(f"the state belongs to other pairs: {', '.join(missing[:3])}")
+        given = [p for _, p in own if p is not None]
+        s = Stack(given, entry["flipped"], entry["group"], weights)
         new = new_state(s) if entry["state"] else {}
         shapes, wanted = ({name: tuple(v.shape) for name, v in state.items()} for state in (entry["state"], new))
-        if shapes != wanted or len({abs(p.scale) for p in own}) > 1:
+        if shapes != wanted or len({abs(p.scale) for p in given}) > 1:
             raise ValueError(
                 f"the state of pairs has {shapes} where this optimiser has {wanted}: it is of another version, another "
                 "rank, or another model; set ranks, lora_alpha and rslora as they were, or make a new optimiser"

@@ -31,6 +31,8 @@ class Cause(Enum):
     COMPUTED = "computed, not a parameter"
     FROZEN = "frozen"
     THIN = "a factor has fewer rows than columns"
+    #: It may reach full rank later.
+    DEFICIENT = "both factors lack full rank"
     CHANGES = "moves along its orbit change the outputs of the model on this batch"
     #: The module could not be examined.
     UNREACHED = "the batch does not reach it"
