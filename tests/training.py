@@ -15,8 +15,9 @@ from quotient_manifolds.optim import (
 from quotient_manifolds.symmetries import (
     adapter_pairs,
     apply_random_symmetry_,
-    find_symmetric_pairs,
+    find,
 )
+from quotient_manifolds.weights import weights_of
 
 X = torch.randn(48, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -36,8 +37,12 @@ def loss_of(model, x=X, y=Y):
 
 
 def products(model):
-    found = [p for p in adapter_pairs(model) if p.group is not None]
-    return [p.manifold().to_matrix(p.gather().detach()) for p in found]
+    return [p.manifold().to_matrix(point(p, model)) for p in adapter_pairs(model).pairs]
+
+
+def point(p, model):
+    """The factors of a pair, one above the other."""
+    return p.gather(weights_of(model)).detach()
 
 
 def apart(one, two):
@@ -51,12 +56,12 @@ def moved(model, condition=100.0):
         apply_random_symmetry_(model, condition, seed=3)
         return model
     generator = torch.Generator().manual_seed(3)
-    for p in adapter_pairs(model):  # the zero factor stays zero
-        x = p.gather().detach()
+    for p in adapter_pairs(model).pairs:  # the zero factor stays zero
+        x = point(p, model)
         U, _, Vh = torch.linalg.svd(torch.randn(p.group.h, p.group.h, generator=generator, dtype=x.dtype))
         A = (U * torch.logspace(0, 2, p.group.h, dtype=x.dtype)) @ Vh
         G, H = x.split([p.n, p.m])
-        p.scatter_(torch.cat([G @ torch.linalg.inv(A), H @ A.mH]))
+        p.scatter_(torch.cat([G @ torch.linalg.inv(A), H @ A.mH]), weights_of(model))
     return model
 
 
@@ -79,13 +84,18 @@ def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def trained(model):
+    """The same with their names."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
 KINDS = ["adam", "muon", "sgd"]
 
 
-def optimizer_of(model, kind, lr=1e-2, pairs=None, **options):
-    pairs = find_symmetric_pairs(model) if pairs is None else pairs
+def optimizer_of(model, kind, lr=1e-2, symmetries=None, **options):
+    symmetries = find(model) if symmetries is None else symmetries
     if kind == "adam":
-        return QuotientAdam(trainable(model), pairs, lr, **options)
+        return QuotientAdam(trained(model), symmetries, lr, **options)
     if kind == "muon":
-        return QuotientMuon(trainable(model), pairs, 5 * lr, **options)
-    return QuotientSGD(trainable(model), pairs, 10 * lr, 0.9, **options)
+        return QuotientMuon(trained(model), symmetries, 5 * lr, **options)
+    return QuotientSGD(trained(model), symmetries, 10 * lr, 0.9, **options)

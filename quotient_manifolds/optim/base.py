@@ -101,8 +101,8 @@ class QuotientOptimizer(Optimizer):
         They come with their names, as from ``named_parameters``. Its ``lr`` holds for all of them; without one, that of
         the optimiser does, as for the groups it was made with.
         """
-        if "pairs" in param_group:
-            raise TypeError("a group of parameters takes no pairs; pass them to add_pairs")
+        if "symmetries" in param_group:
+            raise TypeError("a group of parameters takes no symmetries; pass them to add_pairs")
         group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
         theirs = self._of_others
         if group["others"] != self.others:
@@ -120,22 +120,24 @@ class QuotientOptimizer(Optimizer):
         so is what is refused; a warning names them.
         """
         given = symmetries if isinstance(symmetries, Symmetries) else Symmetries(tuple(check_pairs(symmetries)))
+        old = [p for s in self._stacks for p in s.given]
         for group in self.param_groups if self._within is None else ():
-            group["param_names"] = unwrapped(group["param_names"], given)
+            known = {name for p in (*old, *given.pairs, *given.refused) for name in p.names}
+            group["param_names"] = unwrapped(group["param_names"], known)
         weights = self._weights()
         home = {name: i for i, group in enumerate(self.param_groups) for name in group["param_names"]}
         trained = {name: p for name, p in weights.items() if p.requires_grad}
-        found, old = given.restricted(trained), [p for s in self._stacks for p in s.given]
-        known, names, left = {s for p in old for s in p.slots}, {p.name for p in old}, list(found.refused)
+        found, taken = given.restricted(trained), {s for p in old for s in p.slots}
+        names, left = {p.name for p in old}, list(found.refused)
         chosen: dict[tuple[Any, ...], list[SymmetricPair]] = {}
-        for pair in (p for p in found.pairs if known.isdisjoint(p.slots)):
+        for pair in (p for p in found.pairs if taken.isdisjoint(p.slots)):
             group, flipped = group_of(pair, home, weights), orientation(pair, weights)
             if flipped is None:
                 left.append(refused(pair, Cause.DEFICIENT, f"a rank below {pair.group.h}"))
                 continue
             if pair.name in names:
                 raise ValueError(f"two pairs are called {pair.name!r}; give each of yours another name")
-            known |= set(pair.slots)
+            taken |= set(pair.slots)
             names.add(pair.name)
             # Adapters take turns: those that are switched off stay out of the others' stacks.
             alike = (group, flipped, pair.scale, pair.part, is_sharded(weights[pair.G[0].name]))

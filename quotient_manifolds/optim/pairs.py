@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio, finite, in_double
-from ..symmetries.found import Symmetries
 from ..symmetries.lora import zero_norm
 from ..symmetries.pairs import Cause, Refusal, SymmetricPair
 from ..weights import is_sharded, weights_of
@@ -41,11 +39,12 @@ def named(group: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, 
     return found
 
 
-def unwrapped(names: Sequence[str], symmetries: Symmetries) -> list[str]:
-    """Strip the prefix of ``torch.compile`` from names, and that of wrappers such as DDP unless symmetries have it."""
-    claims = (*symmetries.pairs, *symmetries.refused)
-    layer = any(name.startswith("module.") for p in claims for name in (p.module, *p.names))  # which has this name
-    return [re.sub("" if layer else r"^(module\.)+", "", name.replace("_orig_mod.", "")) for name in names]
+def unwrapped(names: Iterable[str], known: Set[str]) -> list[str]:
+    """Strip the prefixes of ``torch.compile`` and of wrappers such as DDP from names, until some are known."""
+    plain = [name.replace("_orig_mod.", "") for name in names]
+    while plain and known.isdisjoint(plain) and all(name.startswith("module.") for name in plain):
+        plain = [name.removeprefix("module.") for name in plain]
+    return plain
 
 
 def check_places(model: nn.Module, layers: Iterable[Layer], weights: Mapping[str, Tensor]) -> None:

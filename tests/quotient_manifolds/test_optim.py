@@ -34,18 +34,21 @@ from quotient_manifolds.optim.pairs import alone, orientation, reasons
 from quotient_manifolds.optim.stack import Stack
 from quotient_manifolds.symmetries import (
     GL,
-    SymmetricPair,
+    Cause,
+    Refusal,
     adapter_pairs,
-    block,
     factor_pair,
-    find_symmetric_pairs,
+    find,
     pair,
+    slot,
 )
-from quotient_manifolds.symmetries.blocks import random_elements
 from quotient_manifolds.symmetries.certificate import Certification
+from quotient_manifolds.symmetries.pairs import refused
+from quotient_manifolds.symmetries.slots import random_elements
+from quotient_manifolds.weights import weights_of
 
 from ..networks import bert
-from ..training import KINDS, X, Y, apart, lora, loss_of, moved, optimizer_of, train, trainable
+from ..training import KINDS, X, Y, apart, lora, loss_of, moved, optimizer_of, point, train, trainable, trained
 
 
 @pytest.mark.parametrize("full_rank", [True, False], ids=["full-rank", "B=0"])
@@ -63,7 +66,7 @@ def test_equivalent_starts_train_alike(kind, full_rank):
 def ends_of(make, G, H, T, dtype, gradients=None):
     """The product after five steps, and the gradients; ``gradients`` is the dtype in which they are computed."""
     G, H = (nn.Parameter(x.to(dtype, copy=True)) for x in (G, H))
-    optimizer = make([G, H], [factor_pair(G, H)])
+    optimizer = make([("G", G), ("H", H)], [factor_pair(G, H)])
     for _ in range(5):
         seen = [p.detach().to(gradients or dtype).requires_grad_(True) for p in (G, H)]
         torch.cosh(0.1 * (seen[0] @ seen[1].mT - T.to(seen[0].dtype))).sum().backward()
@@ -101,7 +104,7 @@ def test_ill_conditioned_factors_take_the_same_steps(make, rank):
 @pytest.mark.parametrize("make", [QuotientAdam, QuotientMuon, QuotientSGD])
 def test_a_product_beyond_the_range_of_its_factors_is_left_alone(make):
     G, H = (nn.Parameter(torch.full((5, 1), 1e25, dtype=torch.float32)) for _ in range(2))
-    optimizer = make([G, H], [factor_pair(G, H, name="huge")], 1e-2)
+    optimizer = make([("G", G), ("H", H)], [factor_pair(G, H, name="huge")], 1e-2)
     optimizer.certify = False  # no loss has these gradients
     before = G.detach().clone(), H.detach().clone()
     for p in (G, H):
@@ -175,11 +178,13 @@ def test_a_zero_learning_rate_does_nothing(kind, dtype):
 
 def test_decay_shrinks_the_product_and_spares_biases():
     torch.manual_seed(0)
-    first, second = nn.Linear(5, 3), nn.Linear(3, 4)
-    p = pair([block(first, "weight", transpose=True), block(first, "bias")], [block(second, "weight")], GL(3))
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4, bias=False))
+    first, second = model
+    G = [slot(model, "0.weight", transpose=True), slot(model, "0.bias")]
     bias, product = first.bias.detach().clone(), second.weight.detach() @ first.weight.detach()
-    optimizer = QuotientAdam([*first.parameters(), second.weight], [p], 0.1, weight_decay=0.5)
-    for q in (*first.parameters(), second.weight):  # so small that nothing else moves, but not 0
+    p = pair(G, [slot(model, "1.weight")], GL(3))
+    optimizer = QuotientAdam(model.named_parameters(), [p], 0.1, weight_decay=0.5)
+    for q in model.parameters():  # so small that nothing else moves, but not 0
         q.grad = torch.full_like(q, 1e-30)
     optimizer.certify = False  # no loss has these gradients
     for _ in range(3):
@@ -193,13 +198,13 @@ def test_clipping_bounds_the_norm_in_the_metric():
     steps = []
     for bound in (None, 1e-3):
         again = copy.deepcopy(model)
-        optimizer = QuotientSGD(trainable(again), find_symmetric_pairs(again), 1.0, max_grad_norm=bound)
-        before = [q.gather().detach() for q in find_symmetric_pairs(again)]
+        optimizer = QuotientSGD(trained(again), find(again), 1.0, max_grad_norm=bound)
+        before = [point(q, again) for q in find(again).pairs]
         loss_of(again).backward()
         optimizer.step()
         lengths = []
-        for x, q in zip(before, find_symmetric_pairs(again), strict=True):
-            (G, H), (dG, dH) = x.split([q.n, q.m]), (q.gather().detach() - x).split([q.n, q.m])
+        for x, q in zip(before, find(again).pairs, strict=True):
+            (G, H), (dG, dH) = x.split([q.n, q.m]), (point(q, again) - x).split([q.n, q.m])
             N, M = q.scale**2 * H.T @ H, q.scale**2 * G.T @ G + torch.linalg.inv(H.T @ H)
             lengths.append((torch.trace(N @ dG.T @ dG) + torch.trace(M @ dH.T @ dH)).sqrt())
         steps.append(float(torch.stack(lengths).norm()))
@@ -228,17 +233,16 @@ def test_resuming_is_exact(kind, dtype):
         assert torch.equal(a, b)
 
 
-def two_models(order=(0, 1)):
-    """An optimiser of two models whose pairs have equal names, which are given in one order or the other."""
-    models = [lora(), lora()]
-    pairs = [p for i in order for p in adapter_pairs(models[i])]
-    return models, QuotientAdam([p for m in models for p in trainable(m)], pairs, 1e-2)
+def two_models(turn=1):
+    """An optimiser of two models in one, whose pairs are given in one order or the other."""
+    models = nn.ModuleList([lora(), lora()])
+    return models, QuotientAdam(trained(models), adapter_pairs(models).pairs[::turn], 1e-2)
 
 
-def test_pairs_of_equal_names_resume_by_their_parameters():
+def test_pairs_of_two_models_resume_by_their_names():
     """They took the state in the order of the pairs: moments of one model went to the other."""
     models, optimizer = two_models()
-    again, resumed = two_models((1, 0))
+    again, resumed = two_models(-1)
     for _ in range(3):
         optimizer.zero_grad()
         (loss_of(models[0]) + loss_of(models[1], y=Y.flip(0))).backward()
@@ -253,9 +257,48 @@ def test_pairs_of_equal_names_resume_by_their_parameters():
     assert max(map(apart, models, again)) == 0
     saved = optimizer.state_dict()
     for entry in saved["stacks"]:
-        entry["places"] = [(i + 1, offset) for i, offset in entry["places"]]
-    with pytest.raises(ValueError, match=r"belongs to other pairs: .* \(or their parameters were in another order\)"):
+        entry["names"] = [name.replace("1.", "2.", 1) for name in entry["names"]]
+    with pytest.raises(ValueError, match=r"belongs to other pairs: 2\.base_model"):
         resumed.load_state_dict(saved)
+
+
+def test_names_are_told_apart():
+    one, two = lora(), lora()
+    with pytest.raises(
+        ValueError, match=r"two parameters are called 'base_model\..*; put several models into one module"
+    ):
+        QuotientAdam(trained(one) + trained(two), adapter_pairs(one))
+    both = nn.ModuleList([one, two])
+    with pytest.raises(ValueError, match="two pairs are called 'mine'; give each of yours another name"):
+        QuotientAdam(both.named_parameters(), [replace(p, module="mine", part="") for p in adapter_pairs(both).pairs])
+
+
+@pytest.mark.parametrize("make", [
+    lambda m, s: QuotientAdam(trainable(m), s),
+    lambda m, s: QuotientAdam([{"params": trainable(m)}], s),
+    lambda m, s: QuotientAdam(trained(m), s).add_param_group({"params": nn.Parameter(torch.ones(2))}),
+], ids=["list", "group", "added"])  # fmt: skip
+def test_parameters_without_names_are_refused(make):
+    model = lora()
+    with pytest.raises(ValueError, match=r"have no names, by which symmetries know them; pass model\.named_parameters"):
+        make(model, adapter_pairs(model))
+    found = QuotientAdam([{"params": trainable(model)}], adapter_pairs(model), within=model)  # which knows them
+    assert found.param_groups[0]["param_names"] == [name for name, _ in trained(model)]
+
+
+@pytest.mark.parametrize("named", ["module", "other"])
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module."]
+)
+def test_prefixes_of_wrappers_make_no_difference(prefix, named):
+    """But a layer may be called as a wrapper's is."""
+    model = nn.ModuleDict({named: lora(), "head": nn.Linear(2, 2).requires_grad_(False)})
+    names = [(prefix + name, p) for name, p in trained(model)]
+    optimizer = QuotientAdam(names[:2], adapter_pairs(model))
+    for group in ({"params": names[2:]}, {"params": [("head", nn.Parameter(torch.ones(2)))]}):
+        optimizer.add_param_group(group)
+        optimizer.add_pairs(adapter_pairs(model))
+    assert len(optimizer.state_dict()["pairs"]) == 2
 
 
 @pytest.mark.parametrize("kind", ["adam", "muon"])
@@ -450,9 +493,12 @@ def test_ddp_of_two_processes(tmp_path):
 def test_a_parameter_that_belongs_to_a_pair_in_part():
     """The rest of it steps as AdamW would."""
     torch.manual_seed(0)
-    fused, up = nn.Linear(5, 6, bias=False), nn.Linear(3, 4, bias=False)
-    p = pair([block(up, "weight")], [block(fused, "weight", rows=slice(0, 3), transpose=True)], GL(3))
-    optimizer = QuotientAdam([fused.weight, up.weight], [p], 1e-2, weight_decay=0.1)
+    model = nn.ModuleDict({"fused": nn.Linear(5, 6, bias=False), "up": nn.Linear(3, 4, bias=False)})
+    fused, up = model.values()
+    H = slot(model, "fused.weight", rows=slice(0, 3), transpose=True)
+    optimizer = QuotientAdam(
+        model.named_parameters(), [pair([slot(model, "up.weight")], [H], GL(3))], 1e-2, weight_decay=0.1
+    )
     twin = fused.weight.detach()[3:].clone().requires_grad_(True)
     other = torch.optim.AdamW([twin], 1e-2, weight_decay=0.1)
     x = torch.randn(8, 5)
@@ -491,7 +537,7 @@ def assigned(model, optimizer):
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_were_replaced_are_refused(kind, change):
     model = lora()
-    optimizer = optimizer_of(model, kind)
+    optimizer = optimizer_of(model, kind, within=model)
     loss_of(model).backward()
     change(model, optimizer)
     before = [p.detach().clone() for p in model.parameters()]
@@ -510,13 +556,13 @@ def test_every_parameter_group_is_checked():
         ("eps", 0, "eps must be positive"), ("weight_decay", float("nan"), "weight_decay must be a number"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            QuotientAdam([{"params": trainable(model), name: wrong}], find_symmetric_pairs(model))
+            QuotientAdam([{"params": trained(model), name: wrong}], find(model))
         with pytest.raises(ValueError, match=words):
-            QuotientAdam(trainable(model), find_symmetric_pairs(model), **{name: wrong})
+            QuotientAdam(trained(model), find(model), **{name: wrong})
     with pytest.raises(TypeError, match="QuotientAdam has no option 'nesterov'"):
-        QuotientAdam(trainable(model), find_symmetric_pairs(model), nesterov=True)
+        QuotientAdam(trained(model), find(model), nesterov=True)
     with pytest.raises(ValueError, match="momentum must be a number in"):
-        QuotientSGD([{"params": trainable(model), "momentum": 1.5}], find_symmetric_pairs(model))
+        QuotientSGD([{"params": trained(model), "momentum": 1.5}], find(model))
 
 
 class NothingCrosses(TorchDispatchMode):
@@ -538,15 +584,12 @@ def on_meta(kind, others=False):
     )
     options = {"momentum": 0.9} if kind == "sgd" else {}
     make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
-    optimizer = make(trainable(model), find_symmetric_pairs(model), 1e-2, max_grad_norm=1.0, **options)
+    optimizer = make(trained(model), find(model), 1e-2, max_grad_norm=1.0, **options)
     optimizer.certify = False  # which reads numbers, once, of the first gradient
-    places = {p: n for n, p in model.named_parameters()}
-    order = [places[p] for p in optimizer.param_groups[0]["params"]]
-    covered = [places[p] for p in optimizer._covered]
     model.to("meta")
-    named = dict(model.named_parameters())
-    optimizer.param_groups[0]["params"] = [named[n] for n in order]
-    optimizer._covered, optimizer._places = {named[n]: None for n in covered}, {}
+    optimizer.param_groups[0]["params"], optimizer._homes = trainable(model), {}
+    for s in optimizer._stacks:
+        s.device = torch.device("meta")
     for p in trainable(model):
         p.grad = torch.empty_like(p)
     return optimizer
@@ -593,7 +636,7 @@ def test_adapters_that_are_switched_off_are_not_certified_at_every_step(monkeypa
     model.add_adapter("other", model.peft_config["default"])
     for name, p in model.named_parameters():
         p.requires_grad_("lora" in name)
-    optimizer = QuotientAdam(trainable(model), adapter_pairs(model), 1e-2)
+    optimizer = QuotientAdam(trained(model), adapter_pairs(model), 1e-2)
     seen = []
     real = Certification.see
     monkeypatch.setattr(Certification, "see", lambda *args: seen.append(0) or real(*args))
@@ -612,7 +655,7 @@ def test_a_loaded_state_clips_as_the_saved_one():
     def built(**options):
         torch.manual_seed(0)
         G, H = (nn.Parameter(torch.randn(5, 2)) for _ in range(2))
-        return G, H, QuotientSGD([G, H], [factor_pair(G, H)], lr=0.1, **options)
+        return G, H, QuotientSGD([("G", G), ("H", H)], [factor_pair(G, H)], lr=0.1, **options)
 
     G, H, first = built(max_grad_norm=0.1)
     other_G, other_H, second = built()
@@ -627,7 +670,7 @@ def test_a_loaded_state_clips_as_the_saved_one():
 def test_clipping_beside_complex_parameters():
     G, H = (nn.Parameter(torch.randn(5, 2)) for _ in range(2))
     other = nn.Parameter(torch.randn(3, dtype=torch.complex128))
-    optimizer = QuotientAdam([G, H, other], [factor_pair(G, H)], lr=0.1, max_grad_norm=1.0)
+    optimizer = QuotientAdam([("G", G), ("H", H), ("other", other)], [factor_pair(G, H)], lr=0.1, max_grad_norm=1.0)
     ((G @ H.mT).square().sum() + other.abs().square().sum()).backward()
     before = other.detach().clone()
     optimizer.step()
@@ -701,7 +744,7 @@ def test_sums_in_half_precision_do_not_overflow():
     """Whether a gradient is finite is known by its sum."""
     for dtype in (torch.float16, torch.float32):
         G, H, other = (torch.nn.Parameter(torch.randn(n, 2).to(dtype)) for n in (4, 3, 40))
-        optimizer = QuotientAdam([G, H, other], [factor_pair(G, H)], 1e-3)
+        optimizer = QuotientAdam([("G", G), ("H", H), ("other", other)], [factor_pair(G, H)], 1e-3)
         optimizer.certify = False
         G.grad, H.grad, other.grad = (torch.full_like(p, 60000.0) for p in (G, H, other))
         optimizer.step()
@@ -746,9 +789,7 @@ def test_bad_steps_off_the_cpu_change_nothing(kind, cause, others, monkeypatch):
         make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
         options = {"momentum": 0.9} if kind == "sgd" else {}
         clip = 0.3 if others else None
-        optimizer = make(
-            trainable(model), find_symmetric_pairs(model), 1e-2, weight_decay=0.1, max_grad_norm=clip, **options
-        )
+        optimizer = make(trained(model), find(model), 1e-2, weight_decay=0.1, max_grad_norm=clip, **options)
         train(model, optimizer, 4, schedule=False)
         runs.append(copy.deepcopy(model))
         if off:
@@ -769,7 +810,7 @@ def test_no_copy_of_other_weights_off_the_cpu(monkeypatch):
     """A classifier, its gradient and AdamW's moments may be larger than all adapters."""
     off_the_cpu(monkeypatch)
     model = lora(modules_to_save=["2"], targets=("0",))
-    optimizer = QuotientAdam(trainable(model), find_symmetric_pairs(model), 1e-2)
+    optimizer = QuotientAdam(trained(model), find(model), 1e-2)
     train(model, optimizer, 2, schedule=False)
     copies = []
 
@@ -790,27 +831,27 @@ def test_no_copy_of_other_weights_off_the_cpu(monkeypatch):
 @pytest.mark.parametrize("make", [QuotientAdam, QuotientMuon, QuotientSGD])
 def test_an_optimiser_without_pairs_says_who_finds_them(make):
     with pytest.raises(ValueError, match=r"no pair .*; create_quotient_lora_optimizer\(model, lr=…\) finds those of"):
-        make(trainable(lora()), lr=1e-3)
+        make(trained(lora()), lr=1e-3)
 
 
 def test_bad_input():
     model = lora()
-    params = trainable(model)
+    params = trained(model)
     with pytest.raises(ValueError, match="no LoRA adapter of peft with two trainable factors"):
         create_quotient_lora_optimizer(nn.Linear(2, 2), lr=1e-3)
     with pytest.raises(ValueError, match="no layer has an adapter 'nobody'; there are default"):
         create_quotient_lora_optimizer(model, lr=1e-3, adapter_names=["nobody"])
     with pytest.raises(ValueError, match="split over the parameter groups"):
-        QuotientAdam([{"params": params[:1]}, {"params": params[1:]}], find_symmetric_pairs(model))
-    with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
-        QuotientAdam(params[1:], find_symmetric_pairs(model))
+        QuotientAdam([{"params": params[:1]}, {"params": params[1:]}], find(model))
+    with pytest.warns(UserWarning, match=r"1 of 2 adapters, which form no pair: frozen.*: base_model.*lora_A"):
+        QuotientAdam(params[1:], find(model))
     with pytest.raises(ValueError, match="max_grad_norm must be positive"):
-        QuotientSGD(params, find_symmetric_pairs(model), max_grad_norm=0)
+        QuotientSGD(params, find(model), max_grad_norm=0)
     with torch.no_grad():
-        params[0].zero_()
-        params[1].zero_()
+        params[0][1].zero_()
+        params[1][1].zero_()
     with pytest.raises(ValueError, match="both factors lack full column rank"):
-        QuotientAdam(params, find_symmetric_pairs(model))
+        QuotientAdam(params, find(model))
 
 
 @pytest.mark.parametrize("name", ["pair", "other"])
@@ -818,7 +859,8 @@ def test_sparse_gradients_are_refused(name):
     """The check failed by itself."""
     words, (G, H) = nn.Embedding(7, 2, sparse=True), (nn.Parameter(torch.randn(n, 2)) for n in (5, 4))
     G = words.weight if name == "pair" else G
-    optimizer = QuotientAdam([*dict.fromkeys([G, H, words.weight])], [factor_pair(G, H)])
+    names = {G: "G", H: "H", words.weight: "G" if name == "pair" else "words"}
+    optimizer = QuotientAdam([(name, p) for p, name in names.items()], [factor_pair(G, H)])
     ((G @ H.mT).square().sum() + words(torch.tensor([1])).sum()).backward()
     words.weight.grad = words.weight.grad.to_sparse()
     with pytest.raises(ValueError, match="a gradient is sparse, which is not supported"):
@@ -827,25 +869,28 @@ def test_sparse_gradients_are_refused(name):
 
 def test_groups_and_pairs_given_twice():
     model = lora()
-    pairs = find_symmetric_pairs(model)
-    optimizer = QuotientAdam(trainable(model), [*pairs, *adapter_pairs(model)])
+    pairs = find(model).pairs
+    optimizer = QuotientAdam(trained(model), [*pairs, *adapter_pairs(model).pairs])
     assert len(optimizer.state_dict()["pairs"]) == len(pairs)
-    extra = lora(targets=("0",))
+    extra = nn.ModuleDict({"extra": lora(targets=("0",))})
     with pytest.raises(ValueError, match="max_grad_norm clips all groups together"):
-        optimizer.add_param_group({"params": trainable(extra), "max_grad_norm": 1.0})
-    first, *rest = trainable(extra)
+        optimizer.add_param_group({"params": trained(extra), "max_grad_norm": 1.0})
+    first, *rest = trained(extra)
     with pytest.raises(TypeError, match="add_pairs"):
-        optimizer.add_param_group({"params": [first], "pairs": find_symmetric_pairs(extra)})
+        optimizer.add_param_group({"params": [first], "symmetries": find(extra)})
     optimizer.add_param_group({"params": [first]})
     for _ in range(2):  # a refused pair leaves nothing behind
-        with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
-            optimizer.add_pairs(find_symmetric_pairs(extra))
-    optimizer.param_groups[-1]["params"] += rest
-    optimizer.add_pairs(find_symmetric_pairs(extra))
+        with pytest.warns(UserWarning, match="AdamW trains 1 of 1 adapters, which form no pair: frozen"):
+            optimizer.add_pairs(find(extra))
+    optimizer.param_groups[-1]["params"] += [p for _, p in rest]
+    with pytest.raises(ValueError, match="2 parameters have 1 names: some have been replaced"):
+        optimizer.add_pairs(find(extra))
+    optimizer.param_groups[-1]["param_names"] += [name for name, _ in rest]
+    optimizer.add_pairs(find(extra))
     assert len(optimizer.state_dict()["pairs"]) == len(pairs) + 1
     assert create_quotient_lora_optimizer(model, lr=1e-3, adapter_names="default") is not None
     wide = lora(r=11)  # more columns than the second layer has outputs
-    assert canonicalize_lora_(wide) == [p.name for p in find_symmetric_pairs(wide) if p.n >= 11]
+    assert canonicalize_lora_(wide) == [p.name for p in find(wide).pairs if p.n >= 11]
 
 
 def test_half_a_gradient_is_an_error():
@@ -855,6 +900,13 @@ def test_half_a_gradient_is_an_error():
     trainable(model)[0].grad = None
     with pytest.raises(ValueError, match="has no gradient but the rest of the pair has"):
         optimizer.step()
+
+
+def pairs_of(factors):
+    """Every two of a list make a pair."""
+    slots = [slot(factors, str(i)) for i in range(len(factors))]
+    both = zip(slots[::2], slots[1::2], strict=True)
+    return [pair([G], [H], GL(G.size[1]), name=f"pair {i}") for i, (G, H) in enumerate(both)]
 
 
 @pytest.mark.parametrize("absent", ["None", "zero"])
@@ -869,9 +921,8 @@ def test_a_pair_without_gradient_stays_as_it_is(kind, absent):
         torch.manual_seed(0)
         factors = [nn.Parameter(torch.randn(n, 2)) for n in (5, 4, 5, 4)]
         factors[3].data[:, 1] = factors[3].data[:, 0] + 1e-3  # crooked, of which nothing is said
-        pairs = [factor_pair(*factors[i : i + 2], name=f"pair {i}") for i in (0, 2)]
         model = nn.ParameterList(factors[:sizes])
-        optimizer = optimizer_of(model, kind, pairs=pairs[: sizes // 2], weight_decay=0.1, max_grad_norm=0.1)
+        optimizer = optimizer_of(model, kind, symmetries=pairs_of(model), weight_decay=0.1, max_grad_norm=0.1)
         ends = []
         for step in range(6):
             optimizer.zero_grad()
@@ -929,8 +980,8 @@ def test_weights_replaced_by_ones_of_lower_rank():
     model = lora()
     optimizer = optimizer_of(model, "adam")
     with torch.no_grad():
-        for p in adapter_pairs(model):
-            p.H[0].tensor.zero_()
+        for p in adapter_pairs(model).pairs:
+            weights_of(model)[p.H[0].name].zero_()
     before = copy.deepcopy(model.state_dict())
     loss_of(model).backward()
     with pytest.raises(ValueError, match=r"second factor has lost full rank .*; no weight was changed"):
@@ -948,7 +999,8 @@ def test_lora_on_attention():
     for model in (one, two):
         optimizer = create_quotient_optimizer(model, lr=1e-2)
         assert len(optimizer.state_dict()["pairs"]) == 4
-        QuotientAdam(trainable(model), find_symmetric_pairs(model))
+        QuotientAdam(trained(model), find(model))
+        QuotientAdam(model.named_parameters(), find(model))
         for _ in range(10):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(input_ids=ids).logits, labels).backward()
@@ -960,8 +1012,8 @@ def spoilt(kind, model, optimizer):
     """Give the model gradients that are not those of a loss at its weights."""
     loss_of(model).backward()
     if kind == "delayed":
-        for p in adapter_pairs(model):
-            p.scatter_(p.gather().detach() + torch.randn(p.n + p.m, p.group.h))
+        for p in adapter_pairs(model).pairs:
+            p.scatter_(point(p, model) + torch.randn(p.n + p.m, p.group.h), weights_of(model))
     for p in trainable(model):
         if kind == "noisy":
             p.grad += p.grad.std() * torch.randn_like(p)
@@ -975,7 +1027,7 @@ def test_gradients_of_other_weights_are_followed_with_one_warning(kind, spoil):
     """They were refused, by an error that blamed the pair."""
     torch.manual_seed(0)
     model = lora()
-    optimizer = optimizer_of(model, kind, pairs=adapter_pairs(model))
+    optimizer = optimizer_of(model, kind, symmetries=adapter_pairs(model))
     spoilt(spoil, model, optimizer)
     with pytest.warns(RuntimeWarning, match=r"not taken at these weights.*the steps are taken all the same"):
         optimizer.step()
@@ -990,7 +1042,7 @@ def test_gradients_of_other_weights_are_followed_with_one_warning(kind, spoil):
 
 def test_two_steps_on_one_gradient_are_followed():
     model = lora()
-    first, second = (optimizer_of(model, "adam", pairs=adapter_pairs(model), lr=lr) for lr in (0.3, 1e-2))
+    first, second = (optimizer_of(model, "adam", symmetries=adapter_pairs(model), lr=lr) for lr in (0.3, 1e-2))
     loss_of(model).backward()
     first.step()
     first.step()
@@ -1015,8 +1067,8 @@ def test_the_number_of_kernels_does_not_grow_with_that_of_adapters(kind, dtype, 
     counts = []
     for number in (10, 100):
         factors = [nn.Parameter(torch.randn(n, 2, dtype=dtype)) for _ in range(number) for n in (5, 4)]
-        pairs = [factor_pair(*factors[i : i + 2], name=f"pair {i}") for i in range(0, 2 * number, 2)]
-        optimizer = optimizer_of(nn.ParameterList(factors), kind, pairs=pairs, weight_decay=0.1)
+        model = nn.ParameterList(factors)
+        optimizer = optimizer_of(model, kind, symmetries=pairs_of(model), weight_decay=0.1)
         optimizer.certify = False
         for _ in range(2):  # in the first step crooked pairs move to another gauge
             for i, p in enumerate(factors):
@@ -1040,14 +1092,13 @@ def most_in_use(optimizer):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_takes_the_memory_of_three_stacks_beside_its_state(kind, waiting, monkeypatch):
     """Small matrices, of which there are many, are .4 % of the weights each."""
-    factors = [nn.Parameter(torch.randn(2048, 8)) for _ in range(20)]
+    factors = nn.ParameterList(torch.randn(2048, 8) for _ in range(20))
     for p in factors[2 * waiting :]:
         p.grad = torch.randn_like(p)
-    pairs = [factor_pair(*factors[i : i + 2], name=f"pair {i}") for i in range(0, 20, 2)]
     weights = sum(p.nbytes for p in factors)
 
     def beyond_state():
-        optimizer = optimizer_of(nn.ParameterList(factors), kind, pairs=pairs, weight_decay=0.1)
+        optimizer = optimizer_of(factors, kind, symmetries=pairs_of(factors), weight_decay=0.1)
         optimizer.certify = False
         return most_in_use(optimizer) - sum(t.nbytes for s in optimizer._stacks for t in s.state.values())
 
@@ -1062,11 +1113,9 @@ def test_a_step_takes_the_memory_of_three_stacks_beside_its_state(kind, waiting,
 def test_numbers_of_a_stack_lie_on_its_device():
     """Several may hold one model; the answer whether to step lies on the first."""
     model = lora(full_rank=True).to("meta")
-    found = [p for p in adapter_pairs(model) if p.group is not None]
-    made = Stack(found[:1], False, 0)
-    for p in trainable(model):
-        p.grad = torch.empty_like(p)
-    assert made.begin({p: p.grad for p in trainable(model)}, {})
+    weights = weights_of(model)
+    made = Stack(adapter_pairs(model).pairs[:1], False, 0, weights)
+    assert made.begin(weights, {name: torch.empty_like(p) for name, p in weights.items()})
     made.restrict(torch.tensor(True, device="meta"))
     for t in (made.only(made.grams(), 0), *map(made.room_of, made.x), made.sizes):
         assert t.device.type == "meta"
@@ -1093,7 +1142,8 @@ def test_steps_are_those_of_adamw():
     theirs = [nn.Parameter(p.detach().clone()) for p in mine]
     options = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
     optimizer = torch.optim.AdamW(theirs, **options)
-    ours = QuotientAdam([G, H, *mine], [factor_pair(G, H)], **options)
+    names = [("G", G), ("H", H), *((f"other {i}", p) for i, p in enumerate(mine))]
+    ours = QuotientAdam(names, [factor_pair(G, H)], **options)
     for _ in range(3):
         for p, q in zip(theirs, mine, strict=True):
             p.grad = torch.randn_like(p)
@@ -1142,7 +1192,7 @@ def test_schedules_of_momentum_cycle_that_of_muon(options):
     """They cycled the first beta of AdamW, which trains the other parameters, and keeps its own options."""
     torch.manual_seed(0)
     G, H, mine = (nn.Parameter(torch.randn(n, 2)) for n in (4, 3, 5))
-    optimizer = QuotientMuon([G, H, mine], [factor_pair(G, H)], lr=0.02, **options)
+    optimizer = QuotientMuon([("G", G), ("H", H), ("mine", mine)], [factor_pair(G, H)], lr=0.02, **options)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=9, base_momentum=0.6, max_momentum=0.7)
     (group,) = optimizer.param_groups
     assert (group["momentum"], group.get("betas"), optimizer.defaults["momentum"]) == (0.7, options.get("betas"), 0.9)
@@ -1176,7 +1226,7 @@ def test_adapters_without_a_pair_are_no_matrices_for_muon():
     model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "1"])).requires_grad_(True)
     model.base_model.model[0].lora_A["default"].weight.requires_grad_(False)
     with pytest.warns(UserWarning, match="AdamW or Muon trains 1 of 2 adapters, which form no pair: frozen"):
-        optimizer = create_quotient_optimizer(model, lr=1e-2, others="muon", pairs=adapter_pairs(model))
+        optimizer = create_quotient_optimizer(model, lr=1e-2, others="muon", symmetries=adapter_pairs(model))
     layers = [model.base_model.model[i].base_layer.weight for i in range(2)]
     assert [g["params"] for g in optimizer.param_groups if g["others"] == "Muon"] == [layers]
 
@@ -1187,9 +1237,8 @@ def test_it_says_what_is_trained_how():
     assert words[0] == f"1 adapter of rank 4 on the quotient; {20 * 9 + 9} other weights by AdamW"
     assert "lr: 0.001" in map(str.strip, words)
     layer = nn.TransformerEncoderLayer(12, 3, 7, batch_first=True)  # values lie in one parameter with queries and keys
-    pairs = [p for p in find_symmetric_pairs(layer) if p.kind == "vo"]
     others = sum(p.numel() for p in layer.parameters()) - 2 * 12 * 12 - 12
-    words = str(create_quotient_optimizer(layer, lr=1e-3, pairs=pairs))
+    words = str(create_quotient_optimizer(layer, lr=1e-3, symmetries=find(layer).of_kind(["vo"])))
     assert words.startswith(f"3 pairs of rank 4 on the quotient; {others} other weights by AdamW\n")
 
 
@@ -1204,7 +1253,7 @@ def test_complex_parameters_outside_pairs_move_as_by_adamw(lr):
     c = nn.Parameter(torch.randn(5, dtype=torch.complex128))
     other = nn.Parameter(c.detach().clone())
     target = torch.randn(5, dtype=torch.complex128)
-    ours = QuotientAdam([G, H, c], [factor_pair(G, H)], lr=lr)
+    ours = QuotientAdam([("G", G), ("H", H), ("c", c)], [factor_pair(G, H)], lr=lr)
     theirs = torch.optim.AdamW([other], lr=lr, weight_decay=0.0)
     for _ in range(5):
         for optimizer, p in ((ours, c), (theirs, other)):
@@ -1215,35 +1264,42 @@ def test_complex_parameters_outside_pairs_move_as_by_adamw(lr):
 
 
 def test_what_is_trained_alone():
-    """Pairs without a group count if the optimiser has a weight of theirs that belongs to no other pair."""
+    """What is refused counts if the optimiser has a weight of it that belongs to no pair."""
     layer = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 1), "frozen": nn.MultiheadAttention(4, 1)})
-    kinds = [SymmetricPair(name, "attention", None, reason=name, model=layer) for name in layer]
-    own = dict.fromkeys([*layer["attention"].parameters(), layer["frozen"].in_proj_bias]).keys()
+    kinds = [Refusal(name, "attention", Cause.BROKEN, name) for name in layer]
+    own = {name: p for name, p in layer.named_parameters() if "frozen" not in name or "bias" in name}
     assert alone(kinds, own) == kinds[:1]
-    assert alone([replace(kinds[0], frozen=True)], own) == alone([replace(kinds[0], model=None)], own) == []
+    assert alone([replace(kinds[0], cause=Cause.FROZEN), replace(kinds[0], module="attend")], own) == []
+    assert alone([replace(kinds[0], module="")], own) != []  # the model itself
     model = lora()
-    pairs = [replace(p, group=None, reason="no") for p in adapter_pairs(model)]
-    assert alone(pairs, dict.fromkeys(trainable(model)).keys()) == pairs
-    assert alone(pairs, dict.fromkeys(trainable(model)[:1]).keys()) == pairs[:1]
+    weights = dict(trained(model))
+    pairs = [refused(p, Cause.FROZEN, "no") for p in adapter_pairs(model).pairs]
+    assert alone(pairs, weights) == pairs
+    assert alone(pairs, {name: weights[name] for name in list(weights)[:1]}) == pairs[:1]
     layer.point = geoopt.ManifoldParameter(torch.randn(7, 2), manifold=GLQuotientMix(4, 3), requires_grad=False)
-    points = [p for p in find_symmetric_pairs(layer) if p.kind == "point"]  # whose path is that of no module
+    points = [p for p in find(layer).restricted(own).refused if p.kind == "point"]  # whose path is that of no module
     assert len(points) == 1
     assert alone(points, own) == []
-    assert reasons([*pairs, kinds[0]]) == ("no ('base_model.model.0 lora default' and 1 more); attention ('attention')")
+    assert reasons([*pairs, kinds[0]]) == (
+        "frozen: no ('base_model.model.0 lora default' and 1 more); attention ('attention')"
+    )
 
 
 def test_the_orientation_of_a_pair():
     G, H = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.zeros(4, 2))
-    assert orientation(factor_pair(H, G)) is False
-    assert orientation(factor_pair(G, H)) is True
+    assert orientation(factor_pair(H, G), {"G": H, "H": G}) is False
+    weights = {"G": G, "H": H}
+    assert orientation(factor_pair(G, H), weights) is True
     adapter = replace(factor_pair(G, H), kind="lora")
     G.data[:, 1] = 0
-    assert orientation(adapter) is None
+    assert orientation(adapter, weights) is None
     with pytest.raises(ValueError, match="both factors lack full column rank"):
-        orientation(replace(adapter, kind="user"))
+        orientation(replace(adapter, kind="user"), weights)
     G.data.zero_()
     with pytest.raises(ValueError, match="both factors lack full column rank"):  # no gradient moves it
-        orientation(adapter)
+        orientation(adapter, weights)
+    thin = {name: nn.Parameter(torch.randn(2, 3)) for name in "GH"}
+    assert orientation(factor_pair(**thin), thin) is None
 
 
 @pytest.mark.parametrize("name", ["in_proj_weight", "out_proj.weight"])
