@@ -245,7 +245,8 @@ class Refusal:
         """The cause in words."""
         if self.cause is Cause.BROKEN and self.detail:
             return self.detail
-        return f"{self.cause.value}: {self.detail}" if self.detail else self.cause.value
+        between = " " if self.cause is Cause.FAILED else ": "
+        return f"{self.cause.value}{between}{self.detail}" if self.detail else self.cause.value
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"

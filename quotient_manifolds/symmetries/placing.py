@@ -22,7 +22,12 @@ def placing(model: nn.Module) -> Callable[[Iterable[Claim], str], list[Claim]]:
             whole = plain(f"{path}.{name}".removeprefix("."))
             return first.get(whole, whole)
 
-        return [replace(renamed(p, name_of), module=plain(path)) for p in claims]
+        def named(p: Claim) -> Claim:
+            G, H = (set(renamed(side, name_of)) for side in (p.G, p.H))
+            p = p if G.isdisjoint(H) else refused(p, Cause.TIED)
+            return replace(renamed(p, name_of), module=plain(path))
+
+        return list(map(named, claims))
 
     return placed
 

@@ -12,29 +12,31 @@ import sharpness
 from quotient_manifolds.optim import QuotientAdam
 from quotient_manifolds.symmetries import (
     GL,
+    Cause,
     NotASymmetryError,
+    Symmetries,
     apply_random_symmetry_,
-    block,
     certify,
     discovery,
-    find_symmetric_pairs,
+    find,
     pair,
     registry,
+    slot,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.certificate import broken, change, move_
-from quotient_manifolds.symmetries.pairs import CHANGES
+from quotient_manifolds.symmetries.certificate import broken, change, move_stacks_
 from quotient_manifolds.symmetries.registry import ByClass
+from quotient_manifolds.weights import weights_of
 from tests import networks
 from tests.architectures import IDS, transformers_model
 from tests.points import close
 
 
 def gradients_of(model, loss):
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+    weights = {name: p for name, p in weights_of(model).items() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
 
 def error(model, batch):
@@ -56,13 +58,14 @@ def test_symmetries_are_certified_and_nothing_else(dtype, tolerance):
     torch.set_default_dtype(dtype)
     batch = networks.images()
     model = networks.trained_vit()
-    pairs = stacks(find_symmetric_pairs(model))
-    found = certify(pairs, gradients_of(model, error(model, batch)), tolerance=tolerance)
+    weights = weights_of(model)
+    pairs = stacks(find(model).pairs, weights)
+    found = certify(pairs, weights, gradients_of(model, error(model, batch)), tolerance=tolerance)
     assert found.failures == found.unreached == ()
     assert len(found.residuals) == sum(len(s) for s in pairs)
     for which, kind in ((0, "qk"), (2, "vo")):
         hook = bend(projection(model, which), 0.01)
-        wrong = certify(pairs, gradients_of(model, error(model, batch)), tolerance=1e-4)
+        wrong = certify(pairs, weights, gradients_of(model, error(model, batch)), tolerance=1e-4)
         assert {(p.kind, p.module) for p in wrong.failures} == {(kind, pairs[0].pairs[0].module)}
         hook.remove()
 
@@ -72,28 +75,34 @@ def test_every_kind_of_group(name):
     """Real and complex, whole and diagonal; a gradient of no network has residuals of the order of 1."""
     torch.manual_seed(0)
     model, batch = transformers_model(name, "eager")
-    pairs = stacks(find_symmetric_pairs(model))
+    weights = weights_of(model)
+    pairs = stacks(find(model).pairs, weights)
     output = model(**batch)[0]
-    found = certify(pairs, gradients_of(model, (output * torch.randn_like(output)).sum()), tolerance=1e-5)
+    found = certify(pairs, weights, gradients_of(model, (output * torch.randn_like(output)).sum()), tolerance=1e-5)
     assert found.failures == ()  # some of these networks cast to float32 inside
     assert found.residuals
-    random = certify(pairs, {p: torch.randn_like(p) for p in model.parameters()}, tolerance=1e-5)
+    random = certify(pairs, weights, {name: torch.randn_like(p) for name, p in weights.items()}, tolerance=1e-5)
     assert len(random.failures) == sum(len(s) for s in pairs)
 
 
 def test_a_gradient_that_is_zero_certifies_nothing():
-    pairs = stacks(find_symmetric_pairs(networks.vit()))
-    found = certify(pairs, {})
+    model = networks.vit()
+    pairs = stacks(find(model).pairs, weights_of(model))
+    found = certify(pairs, weights_of(model), {})
     assert found.residuals == {}
     assert len(found.unreached) == sum(len(s) for s in pairs)
     assert "not certified: the gradient is zero: " in str(found)
 
 
-def test_weights_that_are_not_given_are_those_of_the_parameters():
+def test_the_weights_are_those_that_are_given():
+    """A gradient says nothing of other weights than those it was taken at."""
     model, batch = networks.vit(), networks.images()
-    gradients, pairs = gradients_of(model, error(model, batch)), stacks(find_symmetric_pairs(model))
-    some = {p: p.detach() for p in list(gradients)[::2]}
-    assert certify(pairs, gradients, weights=some).residuals == certify(pairs, gradients).residuals
+    weights = {name: p.detach() for name, p in weights_of(model).items()}
+    gradients, pairs = gradients_of(model, error(model, batch)), stacks(find(model).pairs, weights)
+    found = certify(pairs, weights, gradients)
+    assert found.residuals == certify(pairs, weights_of(model), gradients).residuals
+    assert found.ok
+    assert not certify(pairs, {name: t + 1 for name, t in weights.items()}, gradients).ok
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -109,15 +118,16 @@ def test_evaluate_refuses_by_name_and_leaves_the_model_alone(dtype, which):
     wrong = caught.value.pair
     assert wrong.kind == ("qk" if which == 0 else "vo")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    others = [p for p in find_symmetric_pairs(model) if (p.kind, p.module) != (wrong.kind, wrong.module)]
-    assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2, pairs=others)) > 0
+    others = [p for p in find(model).pairs if (p.kind, p.module) != (wrong.kind, wrong.module)]
+    assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2, symmetries=Symmetries(tuple(others)))) > 0
     assert float(sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2)) > 0
 
 
 def test_the_error_travels_between_processes():
-    error = NotASymmetryError(next(iter(find_symmetric_pairs(networks.vit()))), 0.5, 1e-8)
+    error = NotASymmetryError(find(networks.vit()).pairs[0], 0.5, 1e-8)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.pair.name, again.residual) == (str(error), error.pair.name, 0.5)
+    assert again.pair == error.pair
     assert "(residual 5.0e-01, rounding is up to 1e-08)" in str(error)
 
 
@@ -188,14 +198,15 @@ def test_ways_to_wrap_a_projection(way, table, monkeypatch):
     setattr(attention, name, change(getattr(attention, name)))
     if not table:
         monkeypatch.setattr(registry, "_HANDLERS", ByClass())
-    found = find_symmetric_pairs(model, batch=None if table else batch)
-    usable, refused = [p for p in found if p.group and not p.group.positive], [p for p in found if not p.group]
-    reasons = {"own": "its own forward", "computed": "is computed", "replaced": "replaced, pruned or parametrised"}
+    found = find(model, None if table else batch)
+    usable, refused = [p for p in found.pairs if not p.group.positive], found.refused
+    reasons = {"own": "its own forward", "computed": "computed, not a", "replaced": "replaced, pruned or parametrised"}
     if outcome == "caught" and table:
         with pytest.raises(NotASymmetryError, match=r"layer.*0.*is not a symmetry of the loss"):
             sharpness.evaluate(model, [batch], rho=0.1, steps=2)
     elif outcome == "kept":
-        assert len(usable) == len(found) == 8
+        assert len(usable) == len(found.pairs) == 8
+        assert refused == ()
     else:
         assert len(usable) == (4 if outcome == "replaced" else 6)
         assert all(p.reason and (not table or reasons[outcome] in p.reason) for p in refused)
@@ -217,11 +228,12 @@ def test_what_no_pair_survives_is_not_taken_for_rounding(monkeypatch):
     model = peft.get_peft_model(GPT2LMHeadModel(config), options).requires_grad_(True)
     batch = {**IDS, "labels": IDS["input_ids"]}
     networks.shake(model)
-    found = find_symmetric_pairs(model)
-    assert {p.reason for p in found} == {"prefix tuning adds keys and values to those of the layer"}
+    found = find(model)
+    assert found.pairs == ()
+    assert {p.reason for p in found.refused} == {"prefix tuning adds keys and values to those of the layer"}
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
     monkeypatch.setattr(discovery, "prefix_tuned", lambda model: False)
-    assert not any(p.group is None for p in find_symmetric_pairs(model))
+    assert find(model).refused == ()
     with pytest.raises(NotASymmetryError):
         sharpness.evaluate(model, [batch], rho=0.1, steps=2)
 
@@ -236,7 +248,7 @@ def first_step(optimizer):
 @pytest.mark.parametrize(
     "train",
     [
-        lambda model: QuotientAdam(list(model.parameters()), find_symmetric_pairs(model)),
+        lambda model: QuotientAdam(model.named_parameters(), find(model)),
         lambda model: sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1),
     ],
     ids=["adam", "sam"],
@@ -261,13 +273,14 @@ def test_gradients_that_are_rounding_are_no_alarm():
     torch.set_default_dtype(torch.float32)
     model, (x, _) = networks.trained_vit(), networks.images()
     twice = torch.cat([x, x.flip(0)])
-    weights = torch.randn(len(x), 3)
+    factors = torch.randn(len(x), 3)
 
     def loss(model, batch):
         logits = model(batch).logits
-        return (logits[: len(x)] * weights - logits[len(x) :].flip(0) * weights).sum() + 1.0
+        return (logits[: len(x)] * factors - logits[len(x) :].flip(0) * factors).sum() + 1.0
 
-    found = certify(stacks(find_symmetric_pairs(model)), gradients_of(model, loss(model, twice)))
+    weights = weights_of(model)
+    found = certify(stacks(find(model).pairs, weights), weights, gradients_of(model, loss(model, twice)))
     assert max(found.residuals.values()) > 1e-2
     assert sharpness.evaluate(model, [twice], loss, rho=0.1, steps=2).num_uncertified == 0
 
@@ -275,14 +288,14 @@ def test_gradients_that_are_rounding_are_no_alarm():
 @pytest.mark.parametrize("group", [GL(3), GL(3, diagonal=True)], ids=str)
 def test_gradients_wider_than_the_weights_are_not_rounded(group):
     torch.set_default_dtype(torch.float32)
-    first, second = torch.nn.Linear(5, 3, bias=False), torch.nn.Linear(3, 4, bias=False)
-    both = pair([block(first, "weight", transpose=True)], [block(second, "weight")], group)
-    A, B = (layer.weight.detach().double().requires_grad_() for layer in (first, second))
-    found = torch.autograd.grad((B @ A - 1).square().sum(), [A, B])
-    gradients = dict(zip([first.weight, second.weight], found, strict=True))
-    assert certify(stacks([both]), gradients).residuals[both] < 1e-14
-    rounded = {p: g.float() for p, g in gradients.items()}
-    assert certify(stacks([both]), rounded).residuals[both] > 1e-9
+    model = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 4, bias=False))
+    both = pair([slot(model, "0.weight", transpose=True)], [slot(model, "1.weight")], group)
+    weights = weights_of(model)
+    A, B = (w.detach().double().requires_grad_() for w in weights.values())
+    gradients = dict(zip(weights, torch.autograd.grad((B @ A - 1).square().sum(), [A, B]), strict=True))
+    assert certify(stacks([both], weights), weights, gradients).residuals[both] < 1e-14
+    rounded = {name: g.float() for name, g in gradients.items()}
+    assert certify(stacks([both], weights), weights, rounded).residuals[both] > 1e-9
 
 
 class HalfInside(torch.nn.Module):
@@ -301,8 +314,9 @@ def test_half_precision_inside_a_model_is_no_alarm_and_hides_no_relu():
     torch.set_default_dtype(torch.float32)
     model, (x, y) = networks.trained_vit(), networks.images()
     half = HalfInside(model)
-    pairs = stacks(find_symmetric_pairs(half))
-    found = certify(pairs, gradients_of(half, F.cross_entropy(half(x), y)), tolerance=1e-4)
+    weights = weights_of(half)
+    pairs = stacks(find(half).pairs, weights)
+    found = certify(pairs, weights, gradients_of(half, F.cross_entropy(half(x), y)), tolerance=1e-4)
     assert found.failures
     assert float(sharpness.evaluate(half, [(x, y)], rho=0.1, steps=2)) > 0
     projection(model, 2).register_forward_hook(lambda module, x, y: y.relu())
@@ -315,7 +329,8 @@ def test_moves_agree_with_the_certificate():
     model, batch = networks.trained_vit(), networks.images()
     bend(projection(model, 2), 0.3)
     seen = set()
-    found = certify(stacks(find_symmetric_pairs(model)), gradients_of(model, error(model, batch)))
+    weights = weights_of(model)
+    found = certify(stacks(find(model).pairs, weights), weights, gradients_of(model, error(model, batch)))
     for p, residual in found.residuals.items():
         with torch.no_grad():
             before, kept = model(batch[0]).logits, copy.deepcopy(model.state_dict())
@@ -333,7 +348,8 @@ def test_halving_finds_the_layers_that_single_moves_find():
     layers = networks.vit_layers(model)
     for layer, which in ((0, 2), (2, 0), (3, 0), (3, 2)):
         bend(networks.projections(layers[layer].attention)[which], 0.3)
-    pairs, before, passes = find_symmetric_pairs(model), copy.deepcopy(model.state_dict()), []
+    pairs, weights = find(model).pairs, weights_of(model)
+    before, passes = copy.deepcopy(model.state_dict()), []
 
     @torch.no_grad()
     def run():
@@ -343,17 +359,17 @@ def test_halving_finds_the_layers_that_single_moves_find():
     wrong = set()
     for module, kind in dict.fromkeys((p.module, p.kind) for p in pairs):
         outputs, mine = run(), [p for p in pairs if (p.module, p.kind) == (module, kind)]
-        move_(stacks(mine), 100.0, 1)
+        move_stacks_(stacks(mine, weights), weights, 100.0, 1)
         wrong |= set(mine) if change(outputs, run()) > 1e-9 else set()
         model.load_state_dict(before)
     assert len(wrong) == 4 * 2
     passes.clear()
-    assert set(broken(pairs, run)) == wrong
+    assert set(broken(pairs, weights, run)) == wrong
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     passes.clear()
-    assert broken([p for p in pairs if p not in wrong], run) == []
+    assert broken([p for p in pairs if p not in wrong], weights, run) == []
     assert len(passes) == 2  # all of them at once
-    assert broken([], run) == []
+    assert broken([], weights, run) == []
 
 
 def test_outputs_that_are_nan_certify_nothing():
@@ -375,19 +391,20 @@ def test_clipped_values_are_no_symmetry_however_far_the_clip():
     model(x)
     hook.remove()
     values.register_forward_hook(lambda m, a, y: y.clamp(-2 * bound[0], 2 * bound[0]))
-    found = find_symmetric_pairs(model, batch=(x, None))
-    assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {
-        (found[0].module, "vo"): CHANGES
-    }  # fmt: skip
+    found = find(model, (x, None))
+    assert {(p.module, p.kind): p.cause for p in found.refused} == {(found.pairs[0].module, "vo"): Cause.CHANGES}
 
 
 @pytest.mark.parametrize("group", [GL(1), GL(3, diagonal=True)], ids=str)
 def test_a_move_of_numbers_changes_a_sign_of_every_pair(group):
     """With positive numbers alone a ReLU between the factors passes; balanced points have signs of their own."""
-    layers = [nn.Sequential(nn.Linear(5, group.h), nn.Linear(group.h, 4)) for _ in range(30)]
-    before = copy.deepcopy(layers)
-    moved = [pair([block(a, "weight", transpose=True)], [block(b, "weight")], group, name=str(a)) for a, b in layers]
-    move_(stacks(moved), 100.0, 0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(5, group.h), nn.Linear(group.h, 4)) for _ in range(30))
+    before, weights = copy.deepcopy(layers), weights_of(layers)
+    moved = [
+        pair([slot(layers, f"{i}.0.weight", transpose=True)], [slot(layers, f"{i}.1.weight")], group, name=str(i))
+        for i in range(30)
+    ]
+    move_stacks_(stacks(moved, weights), weights, 100.0, 0)
     for now, then in zip(layers, before, strict=True):
         assert (now[0].weight * then[0].weight).sum(1).min() < 0
         close(now[1].weight @ now[0].weight, then[1].weight @ then[0].weight)

@@ -13,31 +13,32 @@ from torch.nn.utils import prune
 import sharpness
 from quotient_manifolds.symmetries import (
     GL,
+    Cause,
     Heads,
     PairStack,
     Projection,
     SymmetricPair,
+    Symmetries,
     attention_pairs,
-    block,
     check_coverage,
-    find_symmetric_pairs,
+    find,
     pair,
     register_attention,
     registry,
     skip,
+    slot,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.pairs import CHANGES
 from quotient_manifolds.symmetries.registry import _HANDLERS, ByClass
-from quotient_manifolds.symmetries.stacks import PairList
+from quotient_manifolds.weights import weights_of
 
 from ... import networks
 from ...architectures import change, transformers_model, without_first_row
 from .test_registry import Mystery
 
 
-def test_pairs_that_share_a_block_are_merged():
+def test_pairs_that_share_a_slot_are_merged():
     class Grouped(nn.Module):
         def __init__(self):
             super().__init__()
@@ -45,13 +46,12 @@ def test_pairs_that_share_a_block_are_merged():
             self.v, self.o = nn.Linear(6, 4), nn.Linear(8, 6)
 
     @register_attention(Grouped)
-    def grouped(module, name):
-        q, k, v, o = map(Projection, (module.q, module.k, module.v, module.o))
-        return attention_pairs(name, Heads(4, 2), q=q, k=k, v=v, o=o)
+    def grouped(module):
+        return attention_pairs(Heads(4, 2), **{name: Projection(module, name) for name in "qkvo"})
 
     model = nn.Sequential(Grouped(), Grouped())
     model[1] = model[0]  # shared: named once by named_modules
-    pairs = find_symmetric_pairs(model)
+    pairs = find(model).pairs
     assert [(p.kind, p.n, p.m) for p in pairs] == [("qk", 14, 7), ("vo", 7, 12)] * 2
     assert sorted(p.name for p in pairs) == ["0 qk head 0", "0 qk head 2", "0 vo head 0", "0 vo head 2"]
 
@@ -59,22 +59,22 @@ def test_pairs_that_share_a_block_are_merged():
 def test_frozen_parameters_are_listed_with_the_reason():
     model = networks.bert()
     model.bert.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
-    pairs = find_symmetric_pairs(model)
-    frozen = [p for p in pairs if p.group is None]
-    assert [p.name for p in frozen] == [f"bert.encoder.layer.0.attention qk head {i}" for i in range(2)]
-    assert "frozen: weight of Linear" in frozen[0].reason
-    assert len(stacks(pairs)) == 2
-    with pytest.raises(ValueError, match="no symmetry"):
-        PairStack(frozen)
+    found = find(model).restricted(name for name, p in weights_of(model).items() if p.requires_grad)
+    assert [p.name for p in found.refused] == [f"bert.encoder.layer.0.attention qk head {i}" for i in range(2)]
+    assert {p.cause for p in found.refused} == {Cause.FROZEN}
+    assert found.refused[0].reason == "frozen: bert.encoder.layer.0.attention.self.query.weight"
+    assert len(stacks(found.pairs, weights_of(model))) == 2
+    with pytest.raises(TypeError, match=r"SymmetricPair objects, as in find\(model\).pairs, got Refusal"):
+        PairStack(found.refused)
 
 
 def test_print_groups_by_layer():
-    lines = str(find_symmetric_pairs(networks.vit(layers=24, heads=4))).splitlines()
+    lines = str(find(networks.vit(layers=24, heads=4))).splitlines()
     assert len(lines) == 48
     path, *rest = lines[0].split()
     assert path in ("vit.layers.0.attention", "vit.encoder.layer.0.attention")  # the latter before transformers 5.9
     assert rest == ["qk", "4", "×", "GL(4),", "17+17", "rows"]
-    assert str(PairList()) == "no symmetric pairs"
+    assert str(Symmetries()) == "no symmetric pairs"
 
 
 def test_find_is_fast_on_a_large_model():
@@ -84,7 +84,7 @@ def test_find_is_fast_on_a_large_model():
     with torch.device("meta"):
         model = ViTModel(config)
     start = time.perf_counter()
-    assert len(find_symmetric_pairs(model)) == 24 * 16 * 2
+    assert len(find(model).pairs) == 24 * 16 * 2
     # Measured at 0.06 s: the bound only catches a change of order.
     assert time.perf_counter() - start < 2
 
@@ -93,7 +93,8 @@ def test_a_skipped_class_counts_without_symmetry(monkeypatch):
     monkeypatch.setattr(registry, "_HANDLERS", ByClass(_HANDLERS))
     skip(Mystery)
     model = Mystery()
-    assert [p.reason for p in find_symmetric_pairs(model)] == ["skipped on request"]
+    assert [p.reason for p in find(model).refused] == ["skipped on request"]
+    assert find(model).pairs == ()
     x = torch.randn(2, 3, 4)
     check_coverage(model, lambda: model(x))
     batch = [(x, x)]
@@ -107,25 +108,22 @@ def test_a_skipped_class_counts_without_symmetry(monkeypatch):
 
 def test_key_bias_can_be_quotiented_out():
     model, batch = networks.bert(), networks.text()
-    keep, drop = find_symmetric_pairs(model), find_symmetric_pairs(model, key_bias="drop")
-    assert next(p.m for p in keep if p.kind == "qk") == 17
-    assert next(p.m for p in drop if p.kind == "qk") == 16
+    keep, drop = find(model), find(model).without_null()
+    assert next(p.m for p in keep.pairs if p.kind == "qk") == 17
+    assert next(p.m for p in drop.pairs if p.kind == "qk") == 16
     assert max(verify(model, batch).changes.values()) < 1e-9
     shifted = copy.deepcopy(model)
     with torch.no_grad():
         for layer in shifted.bert.encoder.layer:
             layer.attention.self.key.bias.add_(torch.randn(16))
     torch.testing.assert_close(model(**batch).loss, shifted(**batch).loss)
-    for key_bias, moves in (("keep", True), ("drop", False)):
+    for found, moves in ((keep, True), (drop, False)):
         one, two = (
-            float(sharpness.evaluate(m, [batch], rho=0.1, steps=5, pairs=find_symmetric_pairs(m, key_bias=key_bias)))
-            for m in (model, shifted)
+            float(sharpness.evaluate(m, [batch], rho=0.1, steps=5, symmetries=found)) for m in (model, shifted)
         )
         assert (abs(one - two) > 1e-3 * one) == moves
         if not moves:
             assert abs(one - two) < 1e-8 * one
-    with pytest.raises(ValueError, match="key_bias must be"):
-        find_symmetric_pairs(model, key_bias="forget")
 
 
 def tied(model, *, overlap):
@@ -142,25 +140,26 @@ def tied(model, *, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_shared_and_overlapping_memory_is_refused_layer_by_layer(overlap):
     model = tied(networks.vit(), overlap=overlap)
-    found = find_symmetric_pairs(model)
-    refused = [p for p in found if p.group is None]
-    assert {(p.kind, p.module) for p in refused} == {("qk", refused[0].module)}
-    assert {p.reason.split(";")[0].split(" (")[0] for p in refused} == {
+    found = find(model)
+    assert {(p.kind, p.module) for p in found.refused} == {("qk", found.refused[0].module)}
+    assert {p.cause for p in found.refused} == {Cause.SHARED if overlap else Cause.TIED}
+    assert {p.reason.split(";")[0].split(" (")[0] for p in found.refused} == {
         "its weights are used in another place too" if overlap else "both factors contain the same weights"
     }
-    assert len(found) - len(refused) == 3 * len(refused)
+    assert len(found.pairs) == 3 * len(found.refused)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_keys_that_are_the_values_are_refused(name):
-    """Under RoPE moves changed the outputs by half; without it one pair would have a block on both sides."""
+    """Under RoPE moves changed the outputs by half; without it one pair would have a slot on both sides."""
     model, batch = transformers_model(name, "eager")
     for layer in model.layers if name == "llama" else [entry.attention.self for entry in model.encoder.layer]:
         attention = getattr(layer, "self_attn", layer)
         key, value = ("k_proj", "v_proj") if name == "llama" else ("key", "value")
         getattr(attention, value).weight = getattr(attention, key).weight
-    found = find_symmetric_pairs(model)
-    assert all(p.group is None for p in found)
+    found = find(model)
+    assert found.pairs == ()
+    assert found.refused
     assert verify(model, batch).ok
 
 
@@ -169,22 +168,22 @@ def test_a_batch_certifies_what_the_names_of_classes_claim(kind):
     model, batch = networks.vit(), networks.images()
     attention = networks.vit_layers(model)[0].attention
     networks.projections(attention)["qkvo".index(kind[0])].register_forward_hook(lambda module, x, y: y.relu())
-    claimed, found = find_symmetric_pairs(model), find_symmetric_pairs(model, batch=batch)
-    assert all(p.group is not None for p in claimed)
-    assert [p.name for p in found] == [p.name for p in claimed]
-    assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {(found[0].module, kind): CHANGES}
-    assert len(find_symmetric_pairs(model, batch=batch, include_frozen=True)) == len(found)
+    claimed, found = find(model), find(model, batch)
+    assert claimed.refused == ()
+    module = claimed.pairs[0].module
+    assert found.pairs == tuple(p for p in claimed.pairs if (p.module, p.kind) != (module, kind))
+    wrong = [p for p in claimed.pairs if p not in found.pairs]
+    assert [(p.name, p.slots, p.cause) for p in found.refused] == [(p.name, p.slots, Cause.CHANGES) for p in wrong]
 
 
 def test_pairs_of_ones_own_are_certified_with_a_batch():
     model = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 4))
-    G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
-    wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
-    right = pair(G, [block(model[2], "weight")], GL(3, diagonal=True, positive=True), name="layers")
+    G = [slot(model, "0.weight", transpose=True), slot(model, "0.bias")]
+    wrong = pair(G, [slot(model, "2.weight")], GL(3), name="layers")
+    right = pair(G, [slot(model, "2.weight")], GL(3, diagonal=True, positive=True), name="layers")
     x = torch.randn(8, 5)
-    assert [p.reason for p in find_symmetric_pairs(model, extra=[wrong], batch=x)] == [CHANGES]
-    assert find_symmetric_pairs(model, extra=[right], batch=x) == [right]
-    assert [p.name for p in verify(model, x, extra=[wrong]).failures] == ["layers"]
+    assert verify(model, x, find(model, x).adding(right)).ok
+    assert [p.name for p in verify(model, x, find(model, x).adding(wrong)).failures] == ["layers"]
 
 
 class Residual(nn.Module):
@@ -214,10 +213,9 @@ class Residuals(nn.Module):
 
 def test_what_leaves_a_module_by_another_way_counts():
     """Alone, each layer keeps its outputs when its values move; the model does not."""
-    found = find_symmetric_pairs(Residuals(), batch=torch.randn(2, 5, 4))
-    reasons = {(p.module, p.kind): p.reason for p in found}
-    assert reasons[("one", "vo")] == CHANGES
-    assert {key for key, reason in reasons.items() if not reason} >= {("one", "qk"), ("two", "qk")}
+    found = find(Residuals(), torch.randn(2, 5, 4))
+    assert {(p.module, p.kind): p.cause for p in found.refused}[("one", "vo")] is Cause.CHANGES
+    assert {(p.module, p.kind) for p in found.pairs} >= {("one", "qk"), ("two", "qk")}
 
 
 class SinglePrecision(nn.Module):
@@ -240,11 +238,12 @@ class SinglePrecision(nn.Module):
 def test_a_kernel_without_float64_is_certified_in_float32():
     x = torch.randn(2, 5, 8, dtype=torch.float32)
     sound, bent = (
-        find_symmetric_pairs(SinglePrecision(b, error).float(), batch=x)
+        find(SinglePrecision(b, error).float(), x)
         for b, error in ((False, RuntimeError), (True, ValueError))
     )
-    assert [p.group is None for p in sound] == [False] * 4
-    assert [p.reason for p in bent if p.kind == "vo"] == [CHANGES] * 2
+    assert (len(sound.pairs), sound.refused) == (4, ())
+    assert [p.cause for p in bent.refused if p.kind == "vo"] == [Cause.CHANGES] * 2
+    assert not any(p.kind == "vo" for p in bent.pairs)
 
 
 def test_a_model_that_cannot_be_copied_or_moved_has_a_reason():
@@ -257,8 +256,9 @@ def test_a_model_that_cannot_be_copied_or_moved_has_a_reason():
             return self.attention(x, x, x)[0]
 
     model, x = Once(), torch.randn(2, 5, 8)
-    found = find_symmetric_pairs(model, batch=x)
-    assert {p.reason.split(":")[0] for p in found} == {"could not be examined in the whole model"}
+    found = find(model, x)
+    assert found.pairs == ()
+    assert {p.reason.split(":")[0] for p in found.refused} == {"could not be examined in the whole model"}
 
 
 @pytest.mark.parametrize("computed", ["in_proj_weight", "out_proj.weight"])
@@ -267,9 +267,9 @@ def test_attention_with_a_computed_weight_is_known_by_its_own_class(computed):
     layer = nn.MultiheadAttention(8, 2)
     owner, _, name = f"self.{computed}".rpartition(".")
     nn.utils.parametrizations.weight_norm(layer if owner == "self" else layer.out_proj, name)
-    found = [p for p in find_symmetric_pairs(layer) if p.group is None]
-    assert found
-    assert all("computed" in p.reason or "parametrised" in p.reason for p in found)
+    refused = find(layer).refused
+    assert refused
+    assert all("computed" in p.reason or "parametrised" in p.reason for p in refused)
 
 
 NETWORKS = {
@@ -279,22 +279,26 @@ NETWORKS = {
 }
 
 
-def wrong_heads(module, name):
+def paths(module):
+    """Where the projections of a ViT's attention layer are in it."""
+    names = {m: name for name, m in module.named_modules()}
+    return dict(zip("qkvo", map(names.get, networks.projections(module)), strict=True))
+
+
+def wrong_heads(module):
     """Heads taken with stride, as a transposed layout would have them."""
-    linear = networks.projections(module)
-    for p in attention_pairs(name, Heads(2), **dict(zip("qkvo", map(Projection, linear), strict=True))):
+    where = paths(module)
+    for p in attention_pairs(Heads(2), **{c: Projection(module, path) for c, path in where.items()}):
         if p.kind == "qk":
-            i = p.head
-            rows = slice(i, None, 2)
-            G = (block(linear[0], "weight", rows, transpose=True), block(linear[0], "bias", rows))
-            yield SymmetricPair(name, "qk", GL(8), G, p.H, head=p.head)
+            rows = slice(p.head, None, 2)
+            queries = slot(module, f"{where['q']}.weight", rows, transpose=True)
+            yield SymmetricPair("", "qk", GL(8), (queries, slot(module, f"{where['q']}.bias", rows)), p.H, head=p.head)
         else:
             yield p
 
 
-def no_bias(module, name):
-    projections = [Projection(linear, bias="absent") for linear in networks.projections(module)]
-    return attention_pairs(name, Heads(2), **dict(zip("qkvo", projections, strict=True)))
+def no_bias(module):
+    return attention_pairs(Heads(2), **{c: Projection(module, path, bias="absent") for c, path in paths(module).items()})
 
 
 @pytest.mark.parametrize("handler", [wrong_heads, no_bias])
@@ -309,7 +313,7 @@ def test_a_wrong_handler_is_seen(handler, monkeypatch):
 def test_outputs_do_not_change_along_the_orbits(name):
     make, run = NETWORKS[name]
     model = make()
-    pairs = find_symmetric_pairs(model)
+    pairs = find(model).pairs
     layers, heads = (1, 2) if name == "encoder" else (2, 2)
     assert [p.kind for p in pairs] == ["qk", "vo"] * heads * layers
     assert change(model, run) < 1e-12
@@ -325,7 +329,7 @@ def test_verify_leaves_the_model_alone_and_sees_what_is_no_symmetry(monkeypatch)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     cls = "transformers.models.vit.modeling_vit.ViTAttention"
     right = _HANDLERS[cls]
-    monkeypatch.setitem(_HANDLERS, cls, lambda m, n: [without_first_row(p) for p in right(m, n)])
+    monkeypatch.setitem(_HANDLERS, cls, lambda m: [without_first_row(p) for p in right(m)])
     report = verify(model, batch)
     assert not report.ok
     assert "NOT A SYMMETRY" in str(report)
@@ -336,7 +340,7 @@ def test_one_backward_pass_sees_what_moves_see():
     sound = verify(model, batch, moves=False)
     assert sound.ok
     assert sound.changes == {}
-    assert len(sound.residuals) == len([p for p in find_symmetric_pairs(model) if p.group is not None])
+    assert len(sound.residuals) == len(find(model).pairs)
     values = networks.projections(networks.vit_layers(model)[0].attention)[2]
     values.register_forward_hook(lambda module, x, y: y + 0.1 * y.tanh())
     by_gradient, by_moves = verify(model, batch, moves=False), verify(model, batch)
@@ -371,5 +375,5 @@ def test_inside_inference_mode_pairs_are_certified_too():
         batch = {name: t.clone() for name, t in networks.text().items()}
         found = verify(model, batch, moves=False)
     assert found.ok
-    assert len(found.residuals) == len([p for p in find_symmetric_pairs(model) if p.group is not None])
+    assert len(found.residuals) == len(find(model).pairs)
     assert found.unreached == ()

@@ -19,13 +19,15 @@ from quotient_manifolds.symmetries import (
     GL,
     Heads,
     Projection,
+    SymmetricPair,
+    Symmetries,
     UnknownAttentionError,
     apply_random_symmetry_,
     attention_pairs,
-    block,
     check_coverage,
-    find_symmetric_pairs,
+    find,
     pair,
+    slot,
     verify,
 )
 from quotient_manifolds.symmetries.registry import _HANDLERS, KNOWN
@@ -58,15 +60,16 @@ def test_transformers(name, attention):
         if not {"swin": transformers.SwinModel, "t5": transformers.T5Model}[name]._supports_sdpa:
             pytest.skip("Swin knows sdpa from transformers 5.9, T5 from 5.15")
     model, batch = architectures.transformers_model(name, attention)
-    pairs = find_symmetric_pairs(model)
+    found = find(model)
     check_coverage(model, lambda: model(**batch))  # nothing is left out
-    qk = {(p.group.diagonal, p.group.field) if p.group else None for p in pairs if p.kind == "qk"}
+    groups = {kind: {(p.group.diagonal, p.group.field) for p in found.of_kind([kind]).pairs} for kind in ("qk", "vo")}
     partial = name in {"gpt_neox", "gptj", "phi3-partial"}
-    expected = {None} if name in NORMALISED else {(True, "complex")} if name in ROTARY else {(False, "real")}
-    assert qk == expected | ({(False, "real")} if partial else set())
-    assert {(p.group.diagonal, p.group.field) for p in pairs if p.kind == "vo"} == {(False, "real")}
+    expected = set() if name in NORMALISED else {(True, "complex")} if name in ROTARY else {(False, "real")}
+    assert groups["qk"] == expected | ({(False, "real")} if partial else set())
+    assert {p.kind for p in found.refused} == ({"qk"} if name in NORMALISED else set())
+    assert groups["vo"] == {(False, "real")}
     report = verify(model, batch)
-    assert len(report.changes) == sum(p.group is not None for p in pairs)
+    assert len(report.changes) == len(found.pairs)
     assert max(report.changes.values()) < (1e-6 if name in SINGLE else 1e-9), str(report)
 
 
@@ -97,8 +100,8 @@ def test_a_wrong_layout_is_seen_in_every_architecture(name, monkeypatch):
         with monkeypatch.context() as patch:
             for cls, handler in list(_HANDLERS.items()):
 
-                def damaged(module, path, handler=handler, damage=damage):
-                    return [p if p.group is None else damage(p) for p in handler(module, path)]
+                def damaged(module, handler=handler, damage=damage):
+                    return [damage(p) if isinstance(p, SymmetricPair) else p for p in handler(module)]
 
                 patch.setitem(_HANDLERS, cls, damaged)
             changes = verify(model, batch).changes
@@ -115,16 +118,14 @@ def test_a_wrong_layout_is_seen_in_every_architecture(name, monkeypatch):
 
 @pytest.mark.parametrize("forgotten", ["positions", "heads"])
 def test_deberta_and_bert_wrong_as_they_would_be(forgotten, monkeypatch):
-    def no_positions(module, name):
-        inner = module.self
-        q, k, v = map(Projection, (inner.query_proj, inner.key_proj, inner.value_proj))
-        return attention_pairs(name, Heads(2), q=q, k=k, v=v, o=Projection(module.output.dense))
+    def no_positions(module):
+        q, k, v = (Projection(module, f"self.{name}_proj") for name in ("query", "key", "value"))
+        return attention_pairs(Heads(2), q=q, k=k, v=v, o=Projection(module, "output.dense"))
 
-    def square(module, name):
+    def square(module):
         """W_o transposed: raises no shape error."""
-        inner = module.self
-        q, k, v = map(Projection, (inner.query, inner.key, inner.value))
-        return attention_pairs(name, Heads(2), q=q, k=k, v=v, o=Projection(module.output.dense, conv1d=True))
+        q, k, v = (Projection(module, f"self.{name}") for name in ("query", "key", "value"))
+        return attention_pairs(Heads(2), q=q, k=k, v=v, o=Projection(module, "output.dense", conv1d=True))
 
     name, handler = ("deberta_v2", no_positions) if forgotten == "positions" else ("bert", square)
     cls = {
@@ -148,9 +149,10 @@ def test_deberta_and_bert_wrong_as_they_would_be(forgotten, monkeypatch):
 )  # fmt: skip
 def test_open_clip(options, none):
     model, batch = architectures.open_clip_model(**options)
-    visual = [p for p in find_symmetric_pairs(model) if p.name.startswith("visual")]
+    found = find(model)
+    visual = [p for p in (*found.pairs, *found.refused) if p.name.startswith("visual")]
     assert len(visual) == 8
-    assert {p.kind for p in visual if p.group is None} == none
+    assert {p.kind for p in found.refused} == none
     check_coverage(model, lambda: model(**batch))
     report = verify(model, batch)
     assert len(report.changes) == 8 - 4 * len(none) + 4
@@ -175,7 +177,7 @@ def test_timm(name, fused):
         if hasattr(module, "fused_attn"):
             module.fused_attn = fused
     x = architectures.pixels(32)["pixel_values"].double()
-    assert len(find_symmetric_pairs(model)) == (12 if name == "swin" else 8)
+    assert len(find(model).pairs) == (12 if name == "swin" else 8)
     check_coverage(model, lambda: model(x))
     report = verify(model, x)
     assert max(report.changes.values()) < 1e-9, str(report)
@@ -193,8 +195,9 @@ def test_options_of_timm_attention(options, groups):
     if "gated" in options and "gated" not in inspect.signature(Attention).parameters:
         pytest.skip("gates came with timm 1.0.28")
     layer = networks.shake(Attention(12, 2, qkv_bias=True, norm_layer=nn.LayerNorm, **options), 0.4)
-    pairs = find_symmetric_pairs(layer)
-    assert (pairs[0].group, pairs[1].group) == groups
+    found = find(layer)
+    by_kind = {p.kind: p.group for p in found.pairs} | {p.kind: None for p in found.refused}
+    assert (by_kind["qk"], by_kind["vo"]) == groups
     report = verify(layer, torch.randn(2, 5, 12))
     assert len(report.changes) == 2 * sum(g is not None for g in groups)
     assert max(report.changes.values()) < 1e-9
@@ -204,30 +207,31 @@ def test_options_of_timm_attention(options, groups):
 def test_forms_of_multihead_attention(name):
     """By the table, as discovery finds them (:mod:`.test_discovery`)."""
     model, batch = zoo.torch_model(name)
-    pairs = find_symmetric_pairs(model)
-    assert {p.group.diagonal for p in pairs} == {False}
+    found = find(model)
+    assert {p.group.diagonal for p in found.pairs} == {False}
+    assert found.refused == ()
     report = verify(model, batch)
     assert report.ok, str(report)
-    assert len(report.changes) == len(pairs)
+    assert len(report.changes) == len(found.pairs)
 
 
 def test_heads_of_any_size_where_their_number_is_known():
     """Head sizes are tried up to a limit by discovery only; a number that does not fit is a reason."""
-    assert [str(p.group) for p in find_symmetric_pairs(nn.MultiheadAttention(1024, 1))] == ["GL(1024)"] * 2
+    assert [str(p.group) for p in find(nn.MultiheadAttention(1024, 1)).pairs] == ["GL(1024)"] * 2
     layer = nn.MultiheadAttention(12, 2)
     layer.num_heads = 5
-    (found,) = find_symmetric_pairs(layer)
-    assert found.group is None
+    (found,) = find(layer).refused
+    assert find(layer).pairs == ()
     assert "do not divide into 5 heads" in found.reason
     del layer.num_heads
-    (found,) = find_symmetric_pairs(layer)
+    (found,) = find(layer).refused
     assert found.reason.startswith("MultiheadAttention does not say how many heads it has, as num_heads or")
 
 
 def test_a_pruned_layer_is_refused_with_what_may_have_changed_it():
     layer = nn.MultiheadAttention(8, 2)
     prune.l1_unstructured(layer, "in_proj_weight", 0.5)
-    (found,) = find_symmetric_pairs(layer)
+    (found,) = find(layer).refused
     assert "replaced, pruned or parametrised?" in found.reason
 
 
@@ -239,7 +243,7 @@ def test_torch_s_fast_path_keeps_what_is_found(monkeypatch):
         assert change(layer, lambda m: m(x)) < 1e-12
         assert len(calls) == 2
         before = layer(x)
-        apply_random_symmetry_(layer, pairs=[without_first_row(p) for p in find_symmetric_pairs(layer)])
+        apply_random_symmetry_(layer, pairs=[without_first_row(p) for p in find(layer).pairs])
         assert not torch.allclose(layer(x), before)
 
 
@@ -266,7 +270,7 @@ def test_a_part_that_a_class_does_not_rotate_is_no_part(family):
             p.mul_(5)
     ids = torch.randint(1, 11, (3, 7))
     before = model(ids).logits
-    groups = {str(p.group) for p in find_symmetric_pairs(model) if p.kind == "qk"}
+    groups = {str(p.group) for p in find(model).pairs if p.kind == "qk"}
     assert len(groups) == (2 if family in ("Phi3", "GPTNeoX") else 1)
     apply_random_symmetry_(model)
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-8, atol=1e-8)
@@ -396,8 +400,8 @@ def test_what_was_examined_is_covered():
     Named.forward = lambda self, x: self.o_proj(
         nn.functional.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x))
     )
-    found = find_symmetric_pairs(model, batch=x)
-    assert [str(p.group) for p in found] == ["GL(4)", "GL(4)"]
+    found = find(model, x)
+    assert [str(p.group) for p in found.pairs] == ["GL(4)", "GL(4)"]
     check_coverage(model, lambda: model(x), found)
 
 
@@ -418,8 +422,8 @@ class BesideTorch(Attending):
 
 def test_a_registered_layer_says_nothing_of_what_holds_it():
     model, x = BesideTorch(), torch.randn(2, 3, 4)
-    found = find_symmetric_pairs(model)
-    assert len(found) == 4
+    found = find(model)
+    assert len(found.pairs) == 4
     with pytest.raises(UnknownAttentionError, match="BesideTorch"):
         check_coverage(model, lambda: model(x), found)
 
@@ -442,8 +446,9 @@ def test_a_module_without_weights_is_named_by_what_holds_it():
 
 def test_what_no_pass_reaches_is_not_refused():
     model, x = Two(), torch.randn(2, 3, 4)
-    found = find_symmetric_pairs(model, batch=x, forward=lambda m, x: m(x, cached=False, both=False))
-    assert {p.reason for p in found if p.module == "two"} == {"the batch does not reach it"}
+    found = find(model, x, forward=lambda m, x: m(x, cached=False, both=False))
+    assert {p.reason for p in found.refused if p.module == "two"} == {"the batch does not reach it"}
+    assert {p.module for p in found.pairs} == {"one"}
     check_coverage(model, lambda: model(x, cached=False, both=False), found)
 
 
@@ -472,8 +477,8 @@ def test_what_was_not_examined_is_not_covered(reason):
     model, x = Two(), torch.randn(2, 3, 4)
     if "alone" in reason:
         model.one = NeedsCache()
-    found = find_symmetric_pairs(model, batch=x, forward=lambda m, x: m(x, both="alone" in reason))
-    assert any(p.group is not None for p in found)
+    found = find(model, x, forward=lambda m, x: m(x, both="alone" in reason))
+    assert found.pairs
     with pytest.raises(UnknownAttentionError, match=reason):
         check_coverage(model, lambda: model(x), found)
 
@@ -486,33 +491,37 @@ def test_pairs_of_ones_own_cover_the_module_that_holds_their_projections():
 
     model, x = Model(Attending(), Attending()), torch.randn(2, 3, 4)
 
-    def mine(layer):
-        G, H = ([block(p, "weight", transpose=True), block(p, "bias")] for p in (layer.q_proj, layer.k_proj))
-        return pair(G, H, GL(4), name="mine")
+    def mine(*layers):
+        pairs = []
+        for i in layers:
+            G, H = (
+                [slot(model, f"{i}.{c}_proj.weight", transpose=True), slot(model, f"{i}.{c}_proj.bias")] for c in "qk"
+            )
+            pairs.append(pair(G, H, GL(4), name=f"mine {i}"))
+        return Symmetries().adding(*pairs)
 
-    check_coverage(model, lambda: model(x), [mine(layer) for layer in model])
+    check_coverage(model, lambda: model(x), mine(0, 1))
     with pytest.raises(UnknownAttentionError, match="module '1'"):
-        check_coverage(model, lambda: model(x), [mine(model[0])])
+        check_coverage(model, lambda: model(x), mine(0))
     batch = (x, torch.randint(4, (2,)))
 
     def loss(model, batch):
         return nn.functional.cross_entropy(model(batch[0]).mean(1), batch[1])
 
     with pytest.warns(UserWarning, match="outside of the pairs that were given, module '1' of class .*Attending"):
-        found = sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, pairs=[mine(model[0])])
+        found = sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, symmetries=mine(0))
     assert float(found) > 0
     (remark,) = found.remarks
     assert remark.startswith("outside of the pairs that were given, module '1' of class ")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, pairs=[mine(layer) for layer in model])
+        sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, symmetries=mine(0, 1))
     examined = sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2)
-    assert len(examined.direction(0).pairs) == 4
+    assert len(examined.direction(0).symmetries.pairs) == 4
     assert examined.remarks == (
         "layers of classes without a handler were examined on the first batch: Attending (4 pairs)",
     )
 
 
 def test_a_number_of_heads_may_be_numpys():
-    found = find_symmetric_pairs(torch.nn.MultiheadAttention(8, np.int64(2)))
-    assert len(found) == 4
+    assert len(find(torch.nn.MultiheadAttention(8, np.int64(2))).pairs) == 4
