@@ -271,7 +271,8 @@ def uncovered(
             while module in names and path and next(module.parameters(), None) is None:
                 path = path.rpartition(".")[0]
                 module = model.get_submodule(path)
-            yield path, module, call
+            if module not in covered:
+                yield path, module, call
 
 
 _APPENDED = ("bias_k", "add_zero_attn")

@@ -11,22 +11,26 @@ from torch import nn
 from quotient_manifolds.passes import Wide, default_forward, record, tensors
 from quotient_manifolds.symmetries import (
     GL,
+    Cause,
     Heads,
+    SymmetricPair,
+    Symmetries,
     UnknownAttentionError,
-    apply_random_symmetry_,
-    block,
     check_coverage,
     examination,
-    find_symmetric_pairs,
+    find,
     pair,
     registry,
+    slot,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
-from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED, merged
+from quotient_manifolds.symmetries.certificate import change, move_stacks_, preserve_values
+from quotient_manifolds.symmetries.pairs import merged
+from quotient_manifolds.symmetries.placing import placing
 from quotient_manifolds.symmetries.registry import ByClass
 from quotient_manifolds.symmetries.roles import proposals, roles_of
+from quotient_manifolds.weights import weights_of
 
 from ... import architectures, networks, zoo
 from ...extent import EXHAUSTIVE
@@ -64,10 +68,11 @@ def nullities(module, call, kinds):
     rows = {kind: [] for kind in kinds}
     with examination.examination(module, call) as alone:
         plain = {kind: replace(p, group="GL", rotary_size=0, reason="") for kind, p in kinds.items()}
-        pairs = {p.kind: merged(p.pairs(plain[p.kind])) for p in proposals(alone.twin) if p.kind in kinds}
+        placed = placing(alone.twin)
+        pairs = {p.kind: merged(placed(p.pairs(plain[p.kind]), "")) for p in proposals(alone.twin) if p.kind in kinds}
         for sample in alone.sample(max(place.size for place in kinds.values()) ** 2 + 20):
             for kind in kinds:
-                one, two = examination.moments(pairs[kind], [sample])
+                one, two = examination.moments(pairs[kind], alone.weights, [sample])
                 rows[kind].append(((one - two) / one.norm()).flatten(2)[:, :4])
     for kind, place in kinds.items():
         C, found = torch.cat(rows[kind]), set()
@@ -91,30 +96,39 @@ def without_quotient(h):
     return {0, 1, h // 2, h * (h - 1) // 2, h * (h - 1) // 2 + 1}
 
 
-def words(pairs):
+def word(p):
+    """The group of a pair, or the reason in place of it."""
+    return str(p.group) if isinstance(p, SymmetricPair) else p.reason
+
+
+def by_layer(found, model):
+    """Pairs and what is refused, in the order of the modules, and in them head by head, queries and keys first."""
+    order = [name for name, _ in model.named_modules()]
+    return sorted((*found.pairs, *found.refused), key=lambda p: (order.index(p.module), p.head or 0, p.kind))
+
+
+def words(claims):
     """The groups of a model's pairs, as "(ℂ*)^4, GL(4)" for a head; reasons in place of them."""
     found = {"qk": [], "vo": []}
-    for p in pairs:
-        word = str(p.group) if p.group else p.reason.split(",")[0].replace(examination._NONE, "none")
-        for kind in (p.kind,) if p.kind in found else found if word == UNCERTIFIED else ():
-            if word not in found[kind] and word != UNREACHED:
-                found[kind].append(word)
+    for p in claims:
+        said = word(p) if isinstance(p, SymmetricPair) else word(p).split(",")[0].replace(examination._NONE, "none")
+        for kind in (p.kind,) if p.kind in found else found if said == Cause.UNCERTIFIED.value else ():
+            if said not in found[kind] and said != Cause.UNREACHED.value:
+                found[kind].append(said)
     return tuple(" + ".join(found[kind]) for kind in ("qk", "vo"))
 
 
 @torch.no_grad()
-def changes(run, pairs):
+def changes(run, pairs, weights):
     """Relative change of the outputs when all pairs move, and when G alone does."""
-    with Wide():
-        before = run()
-        kept = {t: t.clone() for p in pairs for t in p.parameters()}
-        apply_random_symmetry_(nn.Identity(), 3.0, 1, pairs)
+    found = stacks(pairs, weights)
+    with Wide(), preserve_values(weights[name] for s in found for name in s.names):
+        before, kept = run(), {name: t.clone() for name, t in weights.items()}
+        move_stacks_(found, weights, 3.0, 1)
         whole = run()
-        for s in stacks(pairs):
-            s.scatter_(torch.cat([s.gather()[..., : s.n, :], s.gather(kept)[..., s.n :, :]], -2))
+        for s in found:
+            s.scatter_(torch.cat([s.gather(weights)[..., : s.n, :], s.gather(kept)[..., s.n :, :]], -2), weights)
         half = run()
-        for p, value in kept.items():
-            p.copy_(value)
     scale = max(float(b.abs().max()) for b in before)
     return [max(float((a - b).nan_to_num().abs().max()) for a, b in zip(x, before, strict=True)) / scale
             for x in (whole, half)]  # fmt: skip
@@ -137,23 +151,22 @@ def check(model, batch):
         kinds, expected = {}, {}
         with examination.examination(modules[name], call) as alone:
             for proposal, heads in alone.heads():
-                head = [p.group for p in proposal.pairs(heads) if p.head == 0]
-                if not heads.reason:
+                head = [p.group for p in proposal.pairs(heads) if p.head == 0 and isinstance(p, SymmetricPair)]
+                if not (heads.reason or heads.cause is not Cause.BROKEN):
                     kinds[proposal.kind], expected[proposal.kind] = heads, {sum(g.dimension for g in head)}
-                elif heads.reason != UNCERTIFIED:  # of heads of this size nothing is left that has a quotient
+                elif heads.cause is not Cause.UNCERTIFIED:  # of heads of this size nothing is left that has a quotient
                     sizes = {place.size for place in kinds.values()} | known_sizes(alone.twin)
                     place = next((p for p in proposal.heads if p.size in sizes), None)
                     if place is not None:
                         kinds[proposal.kind], expected[proposal.kind] = place, without_quotient(place.size)
         for kind, found in nullities(modules[name], call, kinds) if kinds else ():
             assert found <= expected[kind], (name, kind, kinds[kind])
-    found = find_symmetric_pairs(model, batch=batch, forward=lambda m, _: outputs(m))
-    pairs = [p for p in found if p.group is not None]
-    if pairs:
-        whole, half = changes(outputs, pairs)
+    found = find(model, batch, forward=lambda m, _: outputs(m)).of_full_rank()
+    if found.pairs:
+        whole, half = changes(outputs, found.pairs, weights_of(model))
         assert whole < 1e-10, "moves change the outputs"
         assert half > 1e-4, "and so should one half of a move"
-    return words(found)
+    return words(by_layer(found, model))
 
 
 def rows():
@@ -173,11 +186,8 @@ def test_groups_are_null_spaces_and_moves_leave_the_outputs(library, name, nobod
 
 
 def same(found, others):
-    """Whether two lists of pairs divide out the same rows by the same groups."""
-    one, two = (
-        {(p.name, p.group, *(frozenset(b.key for b in blocks) for blocks in (p.G, p.H, p.null)))
-         for p in pairs if p.group is not None} for pairs in (found, others)
-    )  # fmt: skip
+    """Whether two values divide out the same rows by the same groups."""
+    one, two = ({(p.name, p.group, *map(frozenset, (p.G, p.H, p.null))) for p in s.pairs} for s in (found, others))
     return one == two
 
 
@@ -186,9 +196,9 @@ def same(found, others):
 def test_what_is_known_is_what_is_found(library, name, monkeypatch):
     """Every line of the table of classes, against the examination."""
     model, batch = zoo.MODELS[library](name)
-    known = find_symmetric_pairs(model)
+    known = find(model)
     monkeypatch.setattr(registry, "_HANDLERS", ByClass())
-    assert same(known, find_symmetric_pairs(model, batch=batch, forward=wide))
+    assert same(known, find(model, batch, forward=wide))
 
 
 def wide(model, batch):
@@ -199,7 +209,7 @@ def wide(model, batch):
 def tampered(name, change, nobody):
     model, batch = zoo.transformers_model(name)
     change(model)
-    return find_symmetric_pairs(model, batch=batch, forward=wide)
+    return find(model, batch, forward=wide)
 
 
 def clip(model):
@@ -209,13 +219,15 @@ def clip(model):
 
 def test_options_and_hooks_that_break_a_symmetry_are_seen(nobody):
     """OLMo clips what comes of its projections; a hook bends the values of one layer."""
-    assert all(p.group is None for p in tampered("olmo", clip, nobody))
+    clipped = tampered("olmo", clip, nobody)
+    assert clipped.pairs == ()
+    assert clipped.refused
 
     def bend(model):
         model.layers[1].self_attn.v_proj.register_forward_hook(lambda m, x, y: y + 0.01 * y.tanh())
 
     found = tampered("olmo", bend, nobody)
-    assert {(p.module, p.kind) for p in found if p.group is None} == {("layers.1.self_attn", "vo")}
+    assert {(p.module, p.kind) for p in found.refused} == {("layers.1.self_attn", "vo")}
 
 
 def test_names_that_say_nothing_and_modules_that_are_not_reached(nobody):
@@ -228,19 +240,20 @@ def test_names_that_say_nothing_and_modules_that_are_not_reached(nobody):
         def forward(self, x):
             return self.odd(self.used(x, x, x, need_weights=False)[0])
 
-    found = find_symmetric_pairs(networks.shake(Pair()), batch=torch.randn(2, 5, 8))
-    assert {p.module: p.reason for p in found} == {"used": "", "idle": UNREACHED}
-    assert [str(p.group) for p in found if p.module == "used"] == ["GL(4)"] * 4
+    found = find(networks.shake(Pair()), torch.randn(2, 5, 8))
+    assert [(p.module, p.cause) for p in found.refused] == [("idle", Cause.UNREACHED)]
+    assert [(p.module, str(p.group)) for p in found.pairs] == [("used", "GL(4)")] * 4
     with pytest.raises(ValueError, match="holds no tensor"):
-        find_symmetric_pairs(networks.shake(Pair()), batch=[])
+        find(networks.shake(Pair()), [])
 
 
 def test_a_model_in_single_precision_is_examined_and_left_alone(nobody):
     torch.set_default_dtype(torch.float32)
     model = networks.vit()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    found = find_symmetric_pairs(model, batch=networks.images())
-    assert {str(p.group) for p in found} == {"GL(8)"}
+    found = find(model, networks.images())
+    assert {str(p.group) for p in found.pairs} == {"GL(8)"}
+    assert found.refused == ()
     assert all(v.dtype is torch.float32 and torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -261,9 +274,9 @@ class Plain(nn.Module):
         return self.o_proj(nn.functional.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), v))
 
 
-def groups(model, batch=None, **options):
-    found = find_symmetric_pairs(model, batch=torch.randn(2, 5, 4) if batch is None else batch, **options)
-    return [str(p.group) if p.group else p.reason for p in found]
+def groups(model, batch=None):
+    found = find(model, torch.randn(2, 5, 4) if batch is None else batch)
+    return list(map(word, by_layer(found, model)))
 
 
 class Around(Plain):
@@ -282,22 +295,25 @@ class Around(Plain):
 def test_attention_around_another(name):
     """It is named, and not covered, whether or not the names tell which weights are its own."""
     model, x = nn.Sequential(Around(name)), torch.randn(2, 5, 4)
-    found = find_symmetric_pairs(model, batch=x)
-    assert [(p.module, p.reason or str(p.group)) for p in found] == [("0", UNNAMED), *[(f"0.{name}", "GL(4)")] * 2]
-    with pytest.raises(UnknownAttentionError, match=f"'0' of class .*Around computes attention .*{UNNAMED}"):
+    found, unnamed = find(model, x), Cause.UNNAMED.value
+    assert [(p.module, word(p)) for p in by_layer(found, model)] == [("0", unnamed), *[(f"0.{name}", "GL(4)")] * 2]
+    with pytest.raises(UnknownAttentionError, match=f"'0' of class .*Around computes attention .*{unnamed}"):
         check_coverage(model, lambda: model(x), found)
     # A module that only holds attention has no line of its own.
-    assert {p.module for p in find_symmetric_pairs(nn.Sequential(nn.Sequential(Plain())), batch=x)} == {"0.0"}
+    inner = find(nn.Sequential(nn.Sequential(Plain())), x)
+    assert ({p.module for p in inner.pairs}, inner.refused) == ({"0.0"}, ())
 
 
 def test_frozen_weights_are_examined_as_others():
     model = nn.Sequential(Plain())
-    model[0].q_proj.requires_grad_(False)
-    assert groups(model) == ["frozen: bias of Linear, weight of Linear", "GL(4)"]
-    assert groups(model, include_frozen=True) == ["GL(4)", "GL(4)"]
+    x = torch.randn(2, 5, 4)
+    found = find(model, x)
+    assert list(map(word, by_layer(found, model))) == ["GL(4)", "GL(4)"]
+    rest = found.restricted(name for name in weights_of(model) if "q_proj" not in name)
+    assert list(map(word, by_layer(rest, model))) == ["frozen: 0.q_proj.bias, 0.q_proj.weight", "GL(4)"]
     model.requires_grad_(False)
-    assert [reason.split(":")[0] for reason in groups(model)] == ["frozen", "frozen"]
-    assert groups(model, include_frozen=True) == ["GL(4)", "GL(4)"]
+    assert find(model, x) == found
+    assert [p.cause for p in found.restricted(()).refused] == [Cause.FROZEN] * 2
     assert not any(p.requires_grad for p in model.parameters())
 
 
@@ -309,14 +325,17 @@ class Eager(Plain):
 def test_what_has_no_gradient_is_not_certified():
     """One token attends to itself alone, whatever its queries and keys are."""
     assert groups(nn.Sequential(Eager())) == ["GL(4)", "GL(4)"]
-    assert groups(nn.Sequential(Eager()), torch.randn(2, 1, 4)) == [UNCERTIFIED, "GL(4)"]
-    assert UNCERTIFIED == "not certified: the gradient is zero"
+    assert groups(nn.Sequential(Eager()), torch.randn(2, 1, 4)) == ["not certified: the gradient is zero", "GL(4)"]
 
 
 def test_factors_of_too_few_rows_are_refused_and_break_nothing():
     model = nn.Sequential(Plain())
     model[0].o_proj = nn.Linear(4, 2)
-    assert groups(model) == ["GL(4)", "h = 4 columns, but factors of 5 and 2 rows"]
+    found = find(model, torch.randn(2, 5, 4))
+    assert ([(p.kind, p.thin) for p in found.pairs], found.refused) == ([("qk", False), ("vo", True)], ())
+    thin = "a factor has fewer rows than columns: 4 columns, 5 and 2 rows"
+    assert list(map(word, by_layer(found.of_full_rank(), model))) == ["GL(4)", thin]
+    assert verify(model, torch.randn(2, 5, 4)).ok
 
 
 class OwnCache:
@@ -372,12 +391,12 @@ def test_modules_that_differ_are_not_taken_for_one(monkeypatch):
     assert groups(masked) == [*sound, *bent]
     monkeypatch.setattr(examination.Examination, "keeps", lambda *_: True)
     # The move on its own inputs is what tells them apart; else the whole model does.
-    assert groups(masked) == [*sound, "GL(4)", CHANGES]
+    assert groups(masked) == [*sound, "GL(4)", Cause.CHANGES.value]
 
 
 def test_modules_of_one_kind_are_examined_once(monkeypatch):
-    count, pairs = [], examination.Examination.pairs
-    monkeypatch.setattr(examination.Examination, "pairs", lambda alone: count.append(1) or pairs(alone))
+    count, claims = [], examination.Examination.claims
+    monkeypatch.setattr(examination.Examination, "claims", lambda alone: count.append(1) or claims(alone))
     assert groups(nn.Sequential(*(Plain() for _ in range(4)))) == ["GL(4)"] * 8
     assert len(count) == 1
 
@@ -406,10 +425,10 @@ def test_reformer_is_certified_alike_at_two_lengths():
     )  # fmt: skip
     model = networks.shake(ReformerModel(config).double())
     short, long = (
-        find_symmetric_pairs(model, batch={"input_ids": torch.arange(n).unsqueeze(0) % 37 + 3}) for n in (6, 32)
+        find(model, {"input_ids": torch.arange(n).unsqueeze(0) % 37 + 3}) for n in (6, 32)
     )
     assert same(short, long)
-    assert [str(p.group) for p in long if p.kind == "vo"] == ["GL(4)"] * 4
+    assert [str(p.group) for p in long.pairs if p.kind == "vo"] == ["GL(4)"] * 4
 
 
 class Brittle(Plain):
@@ -484,7 +503,7 @@ def test_a_layer_that_is_not_used_is_ignored():
     found = [groups(nn.Sequential(Headed(name))) for name in ("o_proj", "proj")]
     assert found == [["GL(4)", "GL(4)"]] * 2
     assert groups(nn.Sequential(Headed("o_proj", used=True))) == ["GL(4)", "GL(4)"]
-    assert groups(nn.Sequential(Headed("proj", used=True))) == [UNNAMED]
+    assert groups(nn.Sequential(Headed("proj", used=True))) == [Cause.UNNAMED.value]
 
 
 class Stacked(nn.Module):
@@ -507,7 +526,7 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize("kv_number", [3, 1])
 def test_one_matrix_for_each_head(kv_number):
     model, x = nn.Sequential(Stacked(kv_number)), torch.randn(2, 5, 4)
-    pairs = find_symmetric_pairs(model, batch=x)
+    pairs = find(model, x).pairs
     rows = {"qk": (15 // kv_number, 5), "vo": (5, 12 // kv_number)}
     assert [(str(p.group), p.n, p.m) for p in pairs] == [("GL(2)", *rows[kind]) for kind in ("qk", "vo")] * kv_number
     assert verify(model, x).ok
@@ -530,9 +549,9 @@ class Grouped(nn.Module):
 @pytest.mark.parametrize("cyclic", [False, True])
 def test_which_heads_share_keys_is_examined(cyclic):
     model, x = nn.Sequential(Grouped(cyclic=cyclic)), torch.randn(2, 5, 4)
-    pairs = find_symmetric_pairs(model, batch=x)
+    pairs = find(model, x).pairs
     assert [(str(p.group), p.n, p.m) for p in pairs] == [("GL(2)", 10, 5), ("GL(2)", 5, 8)] * 2
-    first = [b.offset // (2 * 4) for b in pairs[0].G if b.attribute == "weight"]  # of the query heads, by their rows
+    first = [b.offset // (2 * 4) for b in pairs[0].G if b.name == "0.q_proj.weight"]  # of the query heads, by their rows
     assert first == ([0, 2] if cyclic else [0, 1])
     assert verify(model, x).ok
 
@@ -583,15 +602,17 @@ def test_attention_without_names_has_a_reason():
     x = torch.randn(2, 5, 4)
     for attention in (Nameless(), Receptance()):
         model = nn.Sequential(nn.Linear(4, 4), attention, nn.Tanh())
-        assert [(p.module, p.reason) for p in find_symmetric_pairs(model, batch=x)] == [("1", UNNAMED)]
+        found = find(model, x)
+        assert ([(p.module, p.cause) for p in found.refused], found.pairs) == ([("1", Cause.UNNAMED)], ())
     model = nn.Sequential(Nameless())
-    found = find_symmetric_pairs(model, batch=x)
+    found = find(model, x)
     with pytest.raises(UnknownAttentionError, match="calls softmax"):
         check_coverage(model, lambda: model(x), found)
-    own = pair([block(model[0].c, "weight", transpose=True), block(model[0].c, "bias")], [block(model[0].d, "weight")],
-               GL(4))  # fmt: skip
-    assert find_symmetric_pairs(model, batch=x, extra=[own]) == [own]
-    assert find_symmetric_pairs(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), batch=x) == []
+    values = [slot(model, "0.c.weight", transpose=True), slot(model, "0.c.bias")]
+    own = pair(values, [slot(model, "0.d.weight")], GL(4))
+    assert found.adding(own) == Symmetries((own,))
+    check_coverage(model, lambda: model(x), found.adding(own))
+    assert find(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), x) == Symmetries()
 
 
 def test_scales_that_have_to_be_positive():
@@ -625,6 +646,7 @@ class Relative(Plain):
 @pytest.mark.parametrize(("shared", "count"), [(False, 2), (True, 1)])
 def test_rows_of_positions(shared, count):
     """One group acts on all heads where they share a row."""
-    found = find_symmetric_pairs(nn.Sequential(Relative(shared=shared)), batch=torch.randn(2, 5, 4))
-    assert [str(p.group) for p in found if p.kind == "qk"] == ["GL(2)"] * count
-    assert [str(p.group) for p in found if p.kind == "vo"] == ["GL(2)"] * 2
+    found = find(nn.Sequential(Relative(shared=shared)), torch.randn(2, 5, 4))
+    assert [str(p.group) for p in found.of_kind(["qk"]).pairs] == ["GL(2)"] * count
+    assert [str(p.group) for p in found.of_kind(["vo"]).pairs] == ["GL(2)"] * 2
+    assert found.refused == ()
