@@ -87,9 +87,10 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return for every further name of tied weights the first one, under which :func:`weights_of` has them."""
-    plain, first = plain_names(model), {id(p): name for name, p in weights_of(model).items()}
-    every = ((plain(name), first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: one for name, one in every if name != one}
+    plain, first = plain_names(model), dict[Tensor, str]()
+    # By one walk, for peft's multi-head attention makes its weights anew in each.
+    every = [(plain(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: one for name, p in every if name != (one := first.setdefault(p, name))}
 
 
 def plain_class(module: nn.Module) -> type:

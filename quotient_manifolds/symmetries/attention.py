@@ -134,8 +134,11 @@ class Projection:
         return self.root.get_submodule(self.path)
 
     def name(self, attribute: str, path: str | None = None) -> str:
-        """Return a parameter's name in the layer."""
-        return f"{self.path if path is None else path}.{attribute}".removeprefix(".")
+        """Return a parameter's name in the layer; peft's modules show those of the ones that they wrap."""
+        path = self.path if path is None else path
+        while "." not in attribute and hasattr(self.root.get_submodule(path), "base_layer"):
+            path = f"{path}.base_layer".removeprefix(".")
+        return f"{path}.{attribute}".removeprefix(".")
 
     def dimensions(self, *, into: bool = True) -> int:
         """Return the total dimension of all heads, for a projection into head space or out of it."""

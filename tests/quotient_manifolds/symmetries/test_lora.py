@@ -5,13 +5,15 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import (
+    Cause,
     adapter_pairs,
     certify,
-    find_symmetric_pairs,
+    find,
     stacks,
     verify,
 )
 from quotient_manifolds.symmetries.lora import adapter_of, lora_layers
+from quotient_manifolds.weights import weights_of
 
 from ... import architectures, networks
 from ...architectures import adapted, bert_and_batch, gpt2_and_batch
@@ -35,6 +37,11 @@ def mha_and_batch():
     return networks.shake(nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2, batch_first=True)})), torch.randn(2, 5, 8)
 
 
+def trained(model):
+    """What is left of a model's symmetries where only its trainable weights move."""
+    return find(model).restricted(name for name, p in weights_of(model).items() if p.requires_grad)
+
+
 LORA = {
     "plain": (bert_and_batch, ["query", "value", "dense"], {}),
     "rslora": (bert_and_batch, ["key"], {"use_rslora": True}),
@@ -52,14 +59,16 @@ def test_lora(name):
     make, targets, options = LORA[name]
     base, batch = make()
     model = adapted(base, targets, **options)
-    pairs = find_symmetric_pairs(model)
-    usable = [p for p in pairs if p.group is not None]
-    assert {p.kind for p in usable} == {"lora"}  # the base is frozen: attention pairs are listed with that reason
-    assert all("frozen" in p.reason or "Dora" in p.reason for p in pairs if p.group is None)
-    assert {p.group.h for p in usable} == ({3, 2} if name == "rank pattern" else {3})
-    report = verify(model, batch)
-    assert len(report.changes) == len(usable) > 0
+    found = trained(model)
+    assert {p.kind for p in found.pairs} == {"lora"}  # the base is frozen: attention pairs are listed with that reason
+    assert all("frozen" in p.reason or "Dora" in p.reason for p in found.refused)
+    assert {p.group.h for p in found.pairs} == ({3, 2} if name == "rank pattern" else {3})
+    report = verify(model, batch, found)
+    assert len(report.changes) == len(found.pairs) > 0
     assert max(report.changes.values()) < 1e-9
+    every = verify(model, batch)  # of frozen weights too, and of LoRA's factors as rows of attention pairs
+    assert len(every.changes) == len(find(model).pairs)
+    assert max(every.changes.values()) < 1e-9
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -70,8 +79,7 @@ def test_lora_on_multihead_attention():
     def forward(m, b):
         return m.base_model.model["attn"](b, b, b)[0]
 
-    pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
-    assert [p.kind for p in pairs] == ["lora", "lora"]
+    assert [p.kind for p in find(model).pairs] == ["lora", "lora"]
     report = verify(model, x, forward=forward)
     assert max(report.changes.values()) < 1e-9
 
@@ -84,18 +92,19 @@ def test_lora_with_a_trainable_base_joins_the_attention_pairs(make):
     options = {} if make is bert_and_batch else {"fan_in_fan_out": True}
     model = adapted(base, targets, **options)
     model.requires_grad_(True)
-    pairs = find_symmetric_pairs(model)
-    attention = [p for p in pairs if p.kind in ("qk", "vo")]
-    assert all(p.group is not None for p in attention)
+    found = trained(model)
+    attention = [p for p in found.pairs if p.kind in ("qk", "vo")]
+    assert attention == [p for p in find(model).pairs if p.kind in ("qk", "vo")]
     assert attention[0].n == 17 + 3  # rows of lora_B
-    stand_in = [p for p in pairs if p.kind == "lora" and p.group is None]
-    assert stand_in
-    assert all("belong to the attention pairs" in p.reason for p in stand_in)
-    assert max(verify(model, batch).changes.values()) < 1e-9
+    assert {(p.kind, p.cause) for p in found.refused} == {("lora", Cause.OVERLAPS)}
+    assert all("belong to another pair: that of the attention" in p.reason for p in found.refused)
+    names = {name for p in attention for name in p.names}
+    assert all(names.isdisjoint(p.names) == (p in found.pairs) for p in find(model).pairs if p.kind == "lora")
+    assert max(verify(model, batch, found).changes.values()) < 1e-9
     # Forgetting the rows of LoRA moves the outputs.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quotient_manifolds.symmetries.attention.lora_factors", lambda module: [])
-        assert max(verify(model, batch).changes.values()) > 1e-2
+        assert max(verify(model, batch, trained(model)).changes.values()) > 1e-2
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -103,9 +112,10 @@ def test_dora_breaks_the_attention_symmetry_and_keeps_its_own():
     base, batch = bert_and_batch()
     model = adapted(base, ["query", "value"], use_dora=True)
     model.requires_grad_(True)
-    pairs = find_symmetric_pairs(model)
-    assert {p.kind for p in pairs if p.group is not None} == {"lora"}
-    assert all("Dora" in p.reason for p in pairs if p.group is None)
+    found = trained(model)
+    assert {p.kind for p in found.pairs} == {"lora"}
+    assert found.refused
+    assert all("Dora" in p.reason for p in found.refused)
     assert max(verify(model, batch).changes.values()) < 1e-9
 
 
@@ -114,13 +124,14 @@ def test_merged_and_disabled_adapters_are_listed_with_the_reason():
     base, _ = bert_and_batch()
     model = adapted(base, ["query"])
     model.merge_adapter()
-    assert {p.reason for p in find_symmetric_pairs(model) if p.kind == "lora"} == {
-        "merged into the base weight; unmerge it"
-    }
+    assert {p.reason for p in find(model).refused} == {"merged into the base weight; unmerge it"}
+    assert not any(p.kind == "lora" for p in find(model).pairs)
     model.unmerge_adapter()
     with model.disable_adapter():
-        assert {p.reason for p in find_symmetric_pairs(model) if p.kind == "lora"} == {"the adapter is disabled"}
-    assert all(p.group is not None for p in find_symmetric_pairs(model) if p.kind == "lora")
+        assert {p.reason for p in find(model).refused} == {"the adapter is disabled"}
+        assert not any(p.kind == "lora" for p in find(model).pairs)
+    assert any(p.kind == "lora" for p in find(model).pairs)
+    assert find(model).refused == ()
 
 
 TUNERS = {
@@ -144,15 +155,13 @@ def test_other_tuners_of_peft_are_refused_layer_by_layer(tuner):
     options["target_modules"] = [f"bert.encoder.layer.0.attention.self.{t}" for t in options["target_modules"]]
     model = peft.get_peft_model(networks.bert(), getattr(peft, f"{tuner}Config")(**options))
     model.requires_grad_(True)
-    found = find_symmetric_pairs(model)
-    refused = [p for p in found if p.group is None]
-    assert refused
-    assert all("layer.0." in p.module and "no known symmetry of" in p.reason for p in refused)
-    assert all("layer.1." in p.module for p in found if p.group is not None)
-    loss = model(**networks.text()).loss
-    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    gradients = {p: g for p, g in zip(model.parameters(), grads, strict=True) if g is not None}
-    assert certify(stacks(found), gradients, tolerance=1e-10).failures == ()
+    found, weights = find(model), weights_of(model)
+    assert found.refused
+    assert all("layer.0." in p.module and "no known symmetry of" in p.reason for p in found.refused)
+    assert found.pairs
+    assert all("layer.1." in p.module for p in found.pairs)
+    gradients = gradients_of(model, model(**networks.text()).loss)
+    assert certify(stacks(found.pairs, weights), weights, gradients, tolerance=1e-10).failures == ()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -167,7 +176,8 @@ def test_a_bias_of_lora_is_one_more_row_of_the_attention_pairs():
             p.data.normal_()
     report = verify(model, networks.text())
     assert report.ok, str(report)
-    assert any(b.attribute == "bias" and "lora" not in p.kind for p in find_symmetric_pairs(model) for b in p.G)
+    rows = [s.name for p in find(model).pairs if p.kind != "lora" for s in p.G]
+    assert any(name.endswith("lora_B.default.bias") for name in rows)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -176,11 +186,12 @@ def test_lora_on_a_quantised_base_keeps_its_own_symmetry():
     model, batch = networks.quantised_bert("4 bit")
     options = {"target_modules": ["query", "value"], "init_lora_weights": False}
     model = peft.get_peft_model(model, peft.LoraConfig(r=3, **options)).eval()
-    found = find_symmetric_pairs(model)
-    assert [str(p.group) for p in found if p.kind == "lora"] == ["GL(3)"] * 4
-    assert all(p.reason.startswith(("quantised", "frozen")) for p in found if p.kind != "lora")
-    loss = model(**batch).loss
-    assert certify(stacks(found), gradients_of(model, loss), tolerance=1e-4).failures == ()
+    found, weights = trained(model), weights_of(model)
+    assert [(p.kind, str(p.group)) for p in found.pairs] == [("lora", "GL(3)")] * 4
+    assert found.refused
+    assert all(p.reason.startswith(("quantised", "frozen")) for p in found.refused)
+    gradients = gradients_of(model, model(**batch).loss)
+    assert certify(stacks(found.pairs, weights), weights, gradients, tolerance=1e-4).failures == ()
 
 
 def test_what_belongs_to_an_adapter():
@@ -212,9 +223,10 @@ def test_what_forms_no_pair_has_its_factors_all_the_same():
     net = nn.Sequential(nn.Conv2d(4, 6, 1, groups=2))
     with pytest.warns(UserWarning, match="groups > 1"):
         model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0"]))
-    (pair,) = adapter_pairs(model)
-    assert pair.reason == "a grouped convolution"
-    assert {id(p) for p in pair.parameters()} == {id(p) for p in model.parameters() if p.requires_grad}
-    assert pair.model is model
+    found = adapter_pairs(model)
+    (refusal,) = found.refused
+    assert found.pairs == ()
+    assert refusal.reason == "a grouped convolution"
+    assert set(refusal.names) == {name for name, p in weights_of(model).items() if p.requires_grad}
     model.requires_grad_(False)
-    assert adapter_pairs(model) == []
+    assert adapter_pairs(model) == found
