@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from quotient_manifolds.passes import Wide, record, widened
-from quotient_manifolds.symmetries import find_symmetric_pairs, verify
-from quotient_manifolds.weights import pointing_to, preserve_model_state
+from quotient_manifolds.symmetries import find, verify
+from quotient_manifolds.weights import first_names, plain_names, pointing_to, preserve_model_state, weights_of
 
 
 class Own(nn.MultiheadAttention):
@@ -42,8 +42,8 @@ def test_modes_buffers_and_random_numbers_are_as_they_were():
         [m.training for m in model.modules()],
         torch.get_rng_state(),
     )
-    found = find_symmetric_pairs(model, batch=x)
-    assert [str(p.group) for p in found] == ["GL(4)"] * 4
+    found = find(model, x)
+    assert [str(p.group) for p in found.pairs] == ["GL(4)"] * 4
     assert torch.equal(torch.get_rng_state(), random)
     assert [m.training for m in model.modules()] == modes
     assert model.late is None
@@ -96,7 +96,8 @@ def test_caches_with_a_graph_hinder_no_examination(kind):
     model, x = nn.Sequential(kind()).eval(), torch.randn(2, 5, 8)
     model(x)
     for _ in range(2):
-        assert [p.reason for p in find_symmetric_pairs(model, batch=x)] == [""] * 4
+        found = find(model, x)
+        assert (len(found.pairs), found.refused) == (4, ())
         assert verify(model, x).ok
     assert not model[0]._forward_pre_hooks
     with torch.no_grad():
@@ -164,15 +165,18 @@ def test_weights_that_one_thread_moves_are_kept_from_the_others():
     """Else the second to begin took the first one's copies for the weights, and left them in the model."""
     model, other, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2), torch.ones(1, 2)
 
+    def shifted(model):
+        return {name: p.detach() + 1 for name, p in weights_of(model).items()}
+
     def measured(model):
-        with preserve_model_state(model), pointing_to(model, {p: p.detach() + 1 for p in model.parameters()}):
+        with preserve_model_state(model), pointing_to(model, shifted(model)):
             pass
 
     uses = [
         lambda: measured(model), lambda: measured(model[1]), lambda: measured(nn.Sequential(other, model)),
-        lambda: find_symmetric_pairs(model, batch=x), lambda: verify(model, x),
+        lambda: find(model, x), lambda: verify(model, x),
     ]  # fmt: skip
-    ways = [preserve_model_state(model), pointing_to(model, {p: p.detach() + 1 for p in model.parameters()})]
+    ways = [preserve_model_state(model), pointing_to(model, shifted(model))]
     for way in ways:
         with way:
             for use in uses:
@@ -192,3 +196,33 @@ def test_a_batch_is_widened():
     assert found["x"].dtype is torch.float64
     assert not found["x"].requires_grad
     assert found["ids"].dtype is torch.int64
+
+
+def wrapped(model):
+    """A module that only holds another one under the name that DDP and DataParallel have for it."""
+    outer = nn.Module()
+    outer.module = model
+    return outer
+
+
+def test_names_are_those_of_the_plain_model():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    names = [name for name, _ in model.named_parameters()]
+    for outer in (model, torch.compile(model), wrapped(model), wrapped(torch.compile(wrapped(model)))):
+        assert list(weights_of(outer)) == names
+        assert all(p is q for p, q in zip(weights_of(outer).values(), model.parameters(), strict=True))
+    model[0] = torch.compile(model[0])
+    assert list(weights_of(model)) == names
+    both = nn.ModuleDict({"module": nn.Linear(2, 3), "head": nn.Linear(3, 2)})  # a layer that is called so
+    assert list(weights_of(both)) == [name for name, _ in both.named_parameters()]
+    assert plain_names(both)("module.weight") == "module.weight"
+
+
+def test_tied_weights_have_the_first_name():
+    model = nn.ModuleDict({"words": nn.Embedding(5, 3), "layer": nn.Linear(3, 3), "head": nn.Linear(3, 5)})
+    model["head"].weight = model["words"].weight
+    model["again"] = model["layer"]
+    further = {"head.weight": "words.weight", "again.weight": "layer.weight", "again.bias": "layer.bias"}
+    for outer in (model, wrapped(model)):
+        assert first_names(outer) == further
+        assert weights_of(outer).keys() == dict(model.named_parameters(remove_duplicate=False)).keys() - further.keys()
