@@ -1,4 +1,4 @@
-"""Blocks, groups, pairs and stacks: what they read and write, and what groups leave as it is."""
+"""Slots, groups, pairs and stacks: what they read and write, and what groups leave as it is."""
 
 import copy
 from dataclasses import replace
@@ -12,19 +12,24 @@ import sharpness
 from quotient_manifolds.optim import QuotientAdam
 from quotient_manifolds.symmetries import (
     GL,
+    Cause,
     NotASymmetryError,
     Projection,
+    Refusal,
+    Slot,
     SymmetricPair,
+    Symmetries,
     apply_random_symmetry_,
-    block,
     factor_pair,
-    find_symmetric_pairs,
+    find,
     pair,
+    slot,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.pairs import SHARED, merged, refused
+from quotient_manifolds.symmetries.pairs import merged, refused
 from quotient_manifolds.symmetries.stacks import without_sharing
+from quotient_manifolds.weights import weights_of
 
 from ... import architectures, networks
 from ...architectures import adapted, bert_and_batch
@@ -34,44 +39,65 @@ def test_scatter_into_a_strided_parameter():
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(torch.randn(4, 4).T)
     assert not layer.weight.is_contiguous()
-    pair = SymmetricPair("p", "qk", GL(2), (block(layer, "weight", slice(0, 2), transpose=True),),
-                         (block(layer, "weight", slice(2, 4), transpose=True),))  # fmt: skip
-    expected = layer.weight.detach().clone()
-    x = pair.gather().detach()
+    pair = SymmetricPair("p", "qk", GL(2), (slot(layer, "weight", slice(0, 2), transpose=True),),
+                         (slot(layer, "weight", slice(2, 4), transpose=True),))  # fmt: skip
+    expected, weights = layer.weight.detach().clone(), weights_of(layer)
+    x = pair.gather(weights).detach()
     torch.testing.assert_close(x, torch.cat([expected[:2].T, expected[2:].T]))
-    pair.scatter_(2 * x)
+    pair.scatter_(2 * x, weights)
     torch.testing.assert_close(layer.weight.detach(), 2 * expected)
 
 
-def test_rotary_blocks_read_planes_as_complex_numbers():
+def test_rotary_slots_read_planes_as_complex_numbers():
     layer = nn.Linear(3, 8, bias=False)
+    weights = weights_of(layer)
     for pairing, planes in (("half", [(0, 2), (1, 3)]), ("interleaved", [(0, 1), (2, 3)])):
-        q, k = (tuple(b.part(0, 4, pairing) for b in Projection(layer).input_blocks(head, 4)) for head in (1, 0))
+        q, k = (tuple(b.part(0, 4, pairing) for b in Projection(layer).input_slots(head, 4)) for head in (1, 0))
         pair = SymmetricPair("p", "qk", GL(2, diagonal=True, field="complex"), q, k)
-        x = pair.gather()
+        x = pair.gather(weights)
         assert x.shape == (2, 6, 1)
         for f, (a, b) in enumerate(planes):
             torch.testing.assert_close(x[f, :3, 0], torch.complex(layer.weight[4 + a], layer.weight[4 + b]))
         before = layer.weight.detach().clone()
-        pair.scatter_(x.detach())
+        pair.scatter_(x.detach(), weights)
         assert torch.equal(layer.weight, before)
         # A complex scalar on G and its inverse conjugate on H leave every product g h̄ as it is.
         c = torch.randn(2, 1, 1, dtype=torch.complex128)
-        pair.scatter_(pair.manifold().act(x.detach(), c))
-        torch.testing.assert_close(pair.manifold().to_matrix(pair.gather()), pair.manifold().to_matrix(x))
+        pair.scatter_(pair.manifold().act(x.detach(), c), weights)
+        torch.testing.assert_close(pair.manifold().to_matrix(pair.gather(weights)), pair.manifold().to_matrix(x))
         with torch.no_grad():
             layer.weight.copy_(before)
 
 
-def test_a_block_follows_a_replaced_parameter_and_notices_another_shape():
+def test_a_slot_is_a_place_in_whatever_has_its_name_and_notices_another_shape():
     layer = nn.Linear(4, 4)
-    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).input_blocks(0, 2),
-                         Projection(layer).input_blocks(1, 2))  # fmt: skip
+    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).input_slots(0, 2), Projection(layer).input_slots(1, 2))
     layer.weight = nn.Parameter(torch.ones(4, 4))
-    assert pair.gather()[:4].eq(1).all()
+    assert pair.gather(weights_of(layer))[:4].eq(1).all()
+    assert pair.gather({"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}).eq(0).all()  # such as a state dict
     layer.weight = nn.Parameter(torch.ones(6, 4))
-    with pytest.raises(ValueError, match="call find"):
-        pair.gather()
+    again = r"'weight' had shape \(4, 4\) when its symmetries were found and has \(6, 4\) now; find them again"
+    with pytest.raises(ValueError, match=again):
+        pair.gather(weights_of(layer))
+    with pytest.raises(ValueError, match=again):
+        pair.scatter_(torch.ones(10, 2), weights_of(layer))
+
+
+def test_slots_of_complex_weights_and_of_more_dimensions():
+    layer = nn.Module()
+    layer.plane, layer.three = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128)), nn.Parameter(torch.randn(4, 3, 2))
+    plane = torch.view_as_real(layer.plane.detach())
+    whole = torch.arange(24.0).view(4, 3, 2)
+    three, turned = (slot(layer, "three", slice(1, 3), transpose=t) for t in (False, True))
+    assert torch.equal(three.of(whole), whole.flatten(1)[1:3])
+    assert torch.equal(turned.of(whole), whole.flatten(1)[1:3].T)
+    assert turned == three.transposed()
+    real = Slot.from_view("plane", plane, plane[1])
+    assert (real.shape, real.size) == ((4, 3, 2), (3, 2))
+    assert torch.equal(real.read({"plane": layer.plane}), plane[1])
+    layer.number = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="'number' of Module is a single number"):
+        slot(layer, "number")
 
 
 def test_weights_that_are_computed_anew_are_told_apart():
@@ -84,12 +110,12 @@ def test_weights_that_are_computed_anew_are_told_apart():
     for layer in model.encoder.layer:
         for name in ("query", "key"):
             nn.utils.parametrizations.weight_norm(getattr(layer.attention.self, name))
-    found = find_symmetric_pairs(model)
-    refused = [p for p in found if p.group is None]
-    assert len(refused) == 4
-    assert all(p.reason.endswith("is computed, not a parameter") for p in refused), refused
-    first, other = (block(layer.attention.self.query, "weight") for layer in model.encoder.layer)
-    assert first.key == block(model.encoder.layer[0].attention.self.query, "weight").key != other.key
+    found = find(model)
+    assert len(found.refused) == 4
+    assert {p.reason for p in found.refused} == {
+        f"computed, not a parameter: encoder.layer.{i}.attention.self.query.weight" for i in range(2)
+    }
+    assert [p.kind for p in found.pairs] == ["vo"] * 4
 
 
 def measured(name):
@@ -110,7 +136,8 @@ def test_sharpness_is_invariant_for_every_kind_of_group(name, measure):
         if "pooler" in parameter:
             p.requires_grad_(False)
     twin = copy.deepcopy(model)
-    assert apply_random_symmetry_(twin, 10.0) > 0
+    trained = find(twin).restricted(name for name, p in weights_of(twin).items() if p.requires_grad)
+    assert apply_random_symmetry_(twin, 10.0, pairs=trained.of_full_rank().pairs) > 0
     options = {"measure": measure, "rho": 0.02, "steps": 4}
     one, two = (float(sharpness.evaluate(m, [batch], loss, **options)) for m in (model, twin))
     # Models that cast to float32 inside are staircases at 1e-7 of the loss.
@@ -147,22 +174,22 @@ def test_groups_that_do_not_exist(wrong):
     assert GL(3, diagonal=True, positive=True).dimension == 3
 
 
-def test_tied_and_doubled_blocks_are_errors():
+def test_tied_and_doubled_slots_are_errors():
     layer = nn.Linear(4, 4)
-    q = Projection(layer).input_blocks(0, 2)
+    q = Projection(layer).input_slots(0, 2)
     with pytest.raises(ValueError, match="is in G and in H"):
         SymmetricPair("tied", "qk", GL(2), q, q)
-    k = Projection(layer).input_blocks(1, 2)
+    k = Projection(layer).input_slots(1, 2)
     pair = SymmetricPair("twice", "qk", GL(2), q, k)
     with pytest.raises(ValueError, match="belongs to pair 'twice'"):
-        find_symmetric_pairs(layer, extra=[pair, replace(pair, module="again")])
+        find(layer).adding(pair, replace(pair, module="again"))
     with pytest.raises(ValueError, match="two pairs are called 'twice'; give each of yours another name"):
-        find_symmetric_pairs(layer, extra=[pair, pair])
-    assert find_symmetric_pairs(layer, extra=[pair])[0] == pair
+        find(layer).adding(pair, pair)
+    assert find(layer).adding(pair).pairs == (pair,)
     with pytest.raises(ValueError, match="acts on"):
         SymmetricPair("narrow", "qk", GL(3), q, k)
-    with pytest.raises(ValueError, match="pass the reason"):
-        SymmetricPair("nothing", "qk", None)
+    with pytest.raises(ValueError, match="at least one slot in G and one in H"):
+        SymmetricPair("nothing", "qk", GL(2), q)
 
 
 class TwoLinear(nn.Module):
@@ -189,9 +216,9 @@ class Diagonal(nn.Module):
 
 def own_pair(model):
     if isinstance(model, Diagonal):
-        return pair([block(model, "u")], [block(model, "v")], GL(6, diagonal=True), name="diagonal")
-    G = [block(model.first, "weight", transpose=True), block(model.first, "bias")]
-    return pair(G, [block(model.second, "weight")], GL(3), name="linear")
+        return pair([slot(model, "u")], [slot(model, "v")], GL(6, diagonal=True), name="diagonal")
+    G = [slot(model, "first.weight", transpose=True), slot(model, "first.bias")]
+    return pair(G, [slot(model, "second.weight")], GL(3), name="linear")
 
 
 @pytest.mark.parametrize("cls", [TwoLinear, Diagonal])
@@ -201,12 +228,12 @@ def test_pairs_of_ones_own(cls, measure):
     x = torch.randn(20, 5 if cls is TwoLinear else 6)
     y = torch.randn_like(model(x).detach())
     p = own_pair(model)
-    assert verify(model, x, extra=[p]).ok
+    assert verify(model, x, find(model).adding(p)).ok
     wrong = pair(p.G[:1], p.H, p.group, name="wrong") if cls is TwoLinear else None
     if wrong is not None:
-        assert [p.name for p in verify(model, x, extra=[wrong]).failures] == ["wrong"]
+        assert [p.name for p in verify(model, x, find(model).adding(wrong)).failures] == ["wrong"]
     twin = copy.deepcopy(model)
-    assert apply_random_symmetry_(twin, 30.0, pairs=[own_pair(twin)]) == 1
+    assert apply_random_symmetry_(twin, 30.0, pairs=[p]) == 1
     torch.testing.assert_close(twin(x), model(x))
 
     def loss(model, batch):
@@ -215,8 +242,7 @@ def test_pairs_of_ones_own(cls, measure):
     def value(model, **options):
         return sharpness.evaluate(model, [(x, y)], loss, rho=0.05, **options)
 
-    one = value(model, measure=measure, pairs=find_symmetric_pairs(model, extra=[own_pair(model)]))
-    two = value(twin, measure=measure, pairs=find_symmetric_pairs(twin, extra=[own_pair(twin)]))
+    one, two = (value(m, measure=measure, symmetries=find(model).adding(p)) for m in (model, twin))
     assert abs(float(one) - float(two)) < 1e-8 * float(one)
     with sharpness.perturbed(model, one.direction(0)):
         assert float(loss(model, (x, y)).detach()) == pytest.approx(one.batches[0].worst_loss, rel=1e-9)
@@ -238,7 +264,7 @@ def test_factors_outside_networks():
         for factors in (start, moved):
             G, H = (nn.Parameter(f.clone()) for f in factors)
             optimizer = (
-                QuotientAdam([G, H], [factor_pair(G, H)], lr=0.1)
+                QuotientAdam([("G", G), ("H", H)], [factor_pair(G, H)], lr=0.1)
                 if which == "quotient"
                 else torch.optim.AdamW([G, H], lr=0.1)
             )
@@ -255,32 +281,31 @@ def test_factors_outside_networks():
 
 def test_pairs_of_different_modules_are_different_pairs():
     """A dict by pair had one entry for both; the true symmetry's residual hid that of the false one."""
-
-    def layers(middle):
-        net = nn.Sequential(nn.Linear(5, 3), middle, nn.Linear(3, 4)).double()
-        G = [block(net[0], "weight", transpose=True), block(net[0], "bias")]
-        return net, pair(G, [block(net[2], "weight")], GL(3))
-
     torch.manual_seed(0)
-    (wrong, first), (right, second) = layers(nn.ReLU()), layers(nn.Identity())
+    wrong, right = (nn.Sequential(nn.Linear(5, 3), middle, nn.Linear(3, 4)) for middle in (nn.ReLU(), nn.Identity()))
+    both, x = nn.Sequential(wrong, nn.Linear(4, 5), right), torch.randn(9, 5)
+    y = torch.randint(4, (9,))
+
+    def of_layer(i):
+        G = [slot(both, f"{i}.0.weight", transpose=True), slot(both, f"{i}.0.bias")]
+        return pair(G, [slot(both, f"{i}.2.weight")], GL(3))
+
+    first, second = of_layer(0), of_layer(2)
     assert first != second
     assert len({first, second}) == 2
-    both, x = nn.Sequential(wrong, nn.Linear(4, 5).double(), right), torch.randn(9, 5, dtype=torch.float64)
-    y = torch.randint(4, (9,))
-    named = [replace(first, module="first"), replace(second, module="second")]
-    assert [p.name for p in verify(both, x, extra=named).failures] == ["first"]
-    for pairs in (named, [first, second]):
+    named = Symmetries().adding(replace(first, module="first"), replace(second, module="second"))
+    assert [p.name for p in verify(both, x, named).failures] == ["first"]
+    for found in (named, Symmetries((first, second))):
+        assert not verify(both, x, found).ok
         with pytest.raises(NotASymmetryError):
-            sharpness.evaluate(both, [(x, y)], rho=0.1, steps=1, pairs=pairs)
-    copied = copy.deepcopy(named)
-    assert copied[0].G[0].module is not named[0].G[0].module
+            sharpness.evaluate(both, [(x, y)], rho=0.1, steps=1, symmetries=found)
 
 
 def test_a_pair_of_another_model_cannot_be_verified():
     layer = nn.Linear(4, 3)
     G, H = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(3, 2))
     with pytest.raises(ValueError, match="the pair 'factors' belongs to another model"):
-        verify(layer, torch.randn(2, 4), extra=[factor_pair(G, H)])
+        verify(layer, torch.randn(2, 4), Symmetries((factor_pair(G, H),)))
 
 
 def test_factors_are_real_parameters_of_one_kind():
@@ -299,87 +324,103 @@ def test_factors_are_real_parameters_of_one_kind():
 
 def test_gather_and_scatter_are_inverse_and_differentiable():
     model = networks.vit()
-    before = copy.deepcopy(model.state_dict())
-    for s in stacks(find_symmetric_pairs(model)):
-        x = s.gather()
+    before, weights = copy.deepcopy(model.state_dict()), weights_of(model)
+    for s in stacks(find(model).pairs, weights):
+        x = s.gather(weights)
         assert x.shape == (4, s.n + s.m, 8)
         assert x.requires_grad
-        s.scatter_(torch.zeros_like(x))
-        assert s.gather().abs().max() == 0
-        s.scatter_(x)
+        s.scatter_(torch.zeros_like(x), weights)
+        assert s.gather(weights).abs().max() == 0
+        s.scatter_(x, weights)
         for p, one in zip(s.pairs, x, strict=True):
-            torch.testing.assert_close(p.gather(), one)
+            torch.testing.assert_close(p.gather(weights), one)
             assert p.manifold("mix").to_matrix(one).shape == (p.n, p.m)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     # The gradient of a stack is the stack of gradients.
-    s = stacks(find_symmetric_pairs(model))[0]
-    (s.gather() ** 2).sum().backward()
-    grads = {p: p.grad for p in s.parameters()}
-    torch.testing.assert_close(s.gather(grads), 2 * s.gather().detach())
+    s = stacks(find(model).pairs, weights)[0]
+    (s.gather(weights) ** 2).sum().backward()
+    grads = {name: weights[name].grad for name in s.names}
+    torch.testing.assert_close(s.gather(grads), 2 * s.gather(weights).detach())
+    some = dict(list(grads.items())[::2])  # those that are absent are zeros
+    expected = s.gather({name: g if name in some else 0 * g for name, g in grads.items()})
+    assert torch.equal(s.gather(some, s.gather(weights)), expected)
+    with pytest.raises(KeyError):
+        s.gather(some)
 
 
 def test_stacks_of_many_layers_are_single_tensors():
     model = networks.vit(layers=3)
-    found = stacks(find_symmetric_pairs(model))
+    found = stacks(find(model).pairs, weights_of(model))
     assert [len(s) for s in found] == [6, 6]
-    assert sum(len(s._rows.runs) for s in found) == 3 * 7  # one view a parameter and layer, not one a head
+    assert sum(len(s.runs) for s in found) == 3 * 7  # one view a parameter and layer, not one a head
 
 
 def layers(count=4):
-    return [nn.Linear(3, 3, bias=False) for _ in range(count)]
+    return nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "abcdefgh"[:count]})
 
 
-def test_pairs_with_a_block_in_common_become_one():
-    a, b, c, _ = layers()
-    one, two = (pair([block(x, "weight")], [block(c, "weight")], GL(3)) for x in (a, b))
+def test_pairs_with_a_slot_in_common_become_one():
+    model = layers()
+    a, b, c = (slot(model, f"{name}.weight") for name in "abc")
+    one, two = (pair([x], [c], GL(3)) for x in (a, b))
     (found,) = merged([one, two])
-    assert (len(found.G), len(found.H)) == (2, 1)
-    other = pair([block(c, "weight")], [block(a, "weight")], GL(3))
-    assert [p.group for p in merged([one, other])] == [None, None]  # one block on both sides
+    assert (found.G, found.H) == ((a, b), (c,))
+    other = pair([c], [a], GL(3))
+    assert [p.cause for p in merged([one, other])] == [Cause.TIED] * 2  # one slot on both sides
 
 
-def sharing(pairs):
+def sharing(pairs, weights):
     """The pairs that are refused because a weight of theirs is used elsewhere."""
-    return {i for i, p in enumerate(without_sharing(pairs)) if p.reason == SHARED}
+    found = without_sharing(pairs, weights)
+    assert all(p is q for p, q in zip(found, pairs, strict=True) if not isinstance(p, Refusal))
+    return {i for i, p in enumerate(found) if isinstance(p, Refusal) and p.cause is Cause.SHARED}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_memory_in_common_is_found_whatever_it_is_seen_through(overlap):
-    a, b, c, d = layers()
-    memory = torch.randn(30)
-    a.weight.data = memory[:9].view(3, 3)
-    c.weight.data = memory[5:14].view(3, 3) if overlap else memory[9:18].view(3, 3)
-    pairs = [pair([block(x, "weight")], [block(y, "weight")], GL(3)) for x, y in ((a, b), (c, d))]
-    assert sharing(pairs) == ({0, 1} if overlap else set())
+    model, memory = layers(), torch.randn(30)
+    model["a"].weight.data = memory[:9].view(3, 3)
+    model["c"].weight.data = memory[5:14].view(3, 3) if overlap else memory[9:18].view(3, 3)
+    a, b, c, d = (slot(model, name) for name in weights_of(model))
+    pairs = [pair([x], [y], GL(3)) for x, y in ((a, b), (c, d))]
+    assert sharing(pairs, weights_of(model)) == ({0, 1} if overlap else set())
 
 
 def test_every_pair_that_meets_another_is_found_and_no_other():
-    """Against the numbers themselves, for blocks anywhere in one memory: rows, columns, one within another.
+    """Against the numbers themselves, for slots anywhere in one memory: rows, columns, one within another.
 
     Some weights are transposes of that memory, as those of tied adapters.
     """
     for seed in range(40):
         torch.manual_seed(seed)
-        memory, pairs, places = torch.zeros(60), [], []
-        for _ in range(4):
-            first, second = layers(2)
+        memory, pairs, places, model = torch.zeros(60), [], [], layers(8)
+        for a, b in ("ab", "cd", "ef", "gh"):
+            first = model[a]
             rows, columns = torch.randint(1, 4, (2,)).tolist()
             turned = bool(torch.randint(2, ()))
             own = memory[int(torch.randint(50, ())) :][:9].view(3, 3)
             first.weight.data = own.T if turned else own
             transpose = bool(torch.randint(2, ()))
-            G = block(first, "weight", slice(0, rows), slice(0, columns), transpose=transpose)
+            G = slot(model, f"{a}.weight", slice(0, rows), slice(0, columns), transpose=transpose)
             h = rows if transpose else columns
-            pairs.append(pair([G], [block(second, "weight", columns=slice(0, h))], GL(h)))
+            pairs.append(pair([G], [slot(model, f"{b}.weight", columns=slice(0, h))], GL(h)))
             numbers = torch.arange(60)[first.weight.storage_offset() :][:9].view(3, 3)
             numbers = (numbers.T if turned else numbers)[:rows, :columns]
             places.append(set(numbers.flatten().tolist()))
         met = {i for i, a in enumerate(places) for j, b in enumerate(places) if i != j and a & b}
-        assert sharing(pairs) == met
+        assert sharing(pairs, weights_of(model)) == met
 
 
 def test_a_refused_pair_says_why():
-    a, b, *_ = layers()
-    found = refused(pair([block(a, "weight")], [block(b, "weight")], GL(3)), SHARED, frozen=True)
-    assert (found.group, found.reason, found.frozen) == (None, SHARED, True)
+    model = layers()
+    mine = pair([slot(model, "a.weight")], [slot(model, "b.weight")], GL(3), name="mine")
+    found = refused(mine, Cause.SHARED)
+    assert str(found) == "mine: its weights are used in another place too (shared or overlapping memory)"
+    assert (found.kind, found.slots, found.names) == (mine.kind, mine.slots, ("a.weight", "b.weight"))
+    assert refused(found, Cause.FROZEN) is found
+    said = {
+        "frozen": (Cause.FROZEN, ""), "frozen: a.weight": (Cause.FROZEN, "a.weight"), "no symmetry": (Cause.BROKEN, ""),
+        "quantised": (Cause.BROKEN, "quantised"), "could not be examined alone: why": (Cause.FAILED, "alone: why"),
+    }  # fmt: skip
+    assert {refused(mine, *why).reason: why for why in said.values()} == said
