@@ -1,8 +1,8 @@
 """The kinds of continuous symmetry outside the heads: moves of weights that do not change the network's function.
 
 One class for each kind; its fields say what moves, its methods are the formulas. Each formula assumes that the
-symmetries before it in the list were folded; those without which it does not hold are named in ``after``. Notation: d is
-the width of the stream, γ ⊙ n(x) + β a norm's output, W x + b a reader (fed by a norm) or a writer (added to the
+symmetries before it in the list were folded; those without which it does not hold are named in ``after``. Notation: d
+is the width of the stream, γ ⊙ n(x) + β a norm's output, W x + b a reader (fed by a norm) or a writer (added to the
 stream). A reader without a bias has a substitute for it after a centring norm: with u = 1/γ, W + v uᵀ adds v uᵀβ to its
 output and nothing else.
 """

@@ -265,7 +265,7 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
     Returns
     -------
     callable
-        Decorator for a function ``adapter(model) -> Wiring``, whose slots have the names that weights have in the model.
+        Decorator for a function ``adapter(model) -> Wiring``, whose slots have the names of weights in the model.
 
     Examples
     --------
