@@ -8,9 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from quotient_manifolds.passes import Wide
+from quotient_manifolds.symmetries import ALL, find
 from quotient_manifolds.symmetries.whole import Element, Move, canonical_form
 from quotient_manifolds.symmetries.whole.align import _Form
 from quotient_manifolds.symmetries.whole.fits import permutation
+from quotient_manifolds.weights import weights_of
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
 IMAGES = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
@@ -231,9 +233,19 @@ def forward(model, batch):
     return found.logits if "logits" in found else found.image_embeds
 
 
+def symmetries_of(model, **options):
+    """All symmetries of a network that have a quotient."""
+    return find(model, kinds=ALL, **options).of_full_rank()
+
+
+def folded(model, **options):
+    """The canonical form of a network."""
+    return canonical_form(weights_of(model), symmetries_of(model, **options))
+
+
 def count(model, **options):
     """The dimensions of all symmetries of a network, by kind."""
-    return canonical_form(model, **options).dimensions
+    return symmetries_of(model, **options).dimensions
 
 
 def random_move(cell, generator):

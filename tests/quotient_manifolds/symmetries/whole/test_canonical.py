@@ -8,19 +8,20 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from quotient_manifolds.passes import tree_map
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries import Cause, apply_random_symmetry_, find
 from quotient_manifolds.symmetries.whole import (
     State,
     apply_random_moves_,
     canonical_form,
     canonicalize_,
-    neuron_pairs,
     register_wiring,
     verify_whole,
     wiring_of,
 )  # fmt: skip
+from quotient_manifolds.symmetries.whole.canonical import _move_, write_values
+from quotient_manifolds.weights import weights_of
 from tests import networks
-from tests.whole_networks import FAMILIES, build, count, forward, inputs
+from tests.whole_networks import FAMILIES, build, count, folded, forward, inputs, symmetries_of
 
 
 def difference(a, b):
@@ -41,8 +42,8 @@ def test_the_function_stays_and_equivalent_weights_meet(family):
     form = canonicalize_(model)
     assert difference(forward(model, batch), before) < 1e-12
     canonicalize_(moved)
-    if "rotation" in form.dimensions:  # the two differ by one: inner products of vectors in the stream agree
-        pair = [[State().read(w.matrix) for _, w in wiring_of(m).writers] for m in (model, moved)]
+    if "rotation" in form.symmetries.dimensions:  # the two differ by one: inner products of vectors in the stream agree
+        pair = [[State(weights_of(m)).read(w.matrix) for _, w in wiring_of(m).writers] for m in (model, moved)]
         for a, b in zip(*pair, strict=True):
             torch.testing.assert_close(a.T @ a, b.T @ b, rtol=1e-8, atol=1e-9)
     else:
@@ -61,15 +62,18 @@ def test_the_function_stays_whatever_is_frozen(family):
     (batch,) = inputs(family)
     for _ in range(3):
         model = build(family)
-        before = forward(model, batch)
-        for p in model.parameters():
-            p.requires_grad_(bool(torch.rand((), generator=generator) < 0.75))
-        kept = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
-        canonicalize_(model)
+        before, weights = forward(model, batch), weights_of(model)
+        moving = [name for name in weights if torch.rand((), generator=generator) < 0.75]
+        kept = {name: p.detach().clone() for name, p in weights.items() if name not in moving}
+        found = symmetries_of(model).restricted(moving)
+        form = canonical_form(weights, found)
+        write_values(weights, form.values)
         assert difference(forward(model, batch), before) < 1e-11
-        apply_random_moves_(model)
+        _move_(found.actions, State(weights), 0.3, 0)
         assert difference(forward(model, batch), before) < 1e-10
-        assert all(torch.equal(p, value) for p, value in kept)
+        apply_random_symmetry_(model, pairs=found.pairs)
+        assert difference(forward(model, batch), before) < 1e-10
+        assert all(torch.equal(weights[name], value) for name, value in kept.items())
 
 
 def test_single_precision():
@@ -117,44 +121,51 @@ def test_a_kind_that_a_network_lacks_is_named():
 
 
 def test_frozen_weights_stay():
-    model = build("bert")
-    model.bert.encoder.layer[0].intermediate.dense.weight.requires_grad_(False)
-    form = canonical_form(model)
-    assert model.bert.encoder.layer[0].intermediate.dense.weight not in form.values
-    assert "frozen weights" in form.refused.values()
-    assert "not folded" in str(form)
+    model, name = build("bert"), "bert.encoder.layer.0.intermediate.dense.weight"
+    form = canonical_form(weights_of(model), symmetries_of(model).restricted(set(weights_of(model)) - {name}))
+    assert name not in form.values
+    assert {r.detail for r in form.symmetries.refused if r.cause is Cause.FROZEN} == {name}
+    assert f"not folded: 1 × reader (frozen: {name})" in form.symmetries.table()
 
 
 def test_a_gain_of_zero_beside_a_frozen_bias_stays():
     model = build("vit")
     model.vit.layernorm.weight.data[0] = 0
-    model.classifier.bias.requires_grad_(False)
-    assert model.classifier.bias not in canonical_form(model).values
+    (batch,) = inputs("vit")
+    before, weights = forward(model, batch), weights_of(model)
+    form = canonical_form(weights, symmetries_of(model).restricted(set(weights) - {"classifier.bias"}))
+    assert "classifier.bias" not in form.values
+    write_values(weights, form.values)
+    assert difference(forward(model, batch), before) < 1e-12
+    causes = {f"{r.kind}: {r.module}": r.cause for r in form.symmetries.refused}
+    assert causes["shift: layernorm"] is Cause.FROZEN
+    assert causes["gain: layernorm"] is Cause.UNFOLDED
 
 
 def test_a_class_that_nobody_wired():
-    form = canonical_form(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)))
-    assert set(form.dimensions) == {"qk", "vo", "key bias"}
-    assert "register_wiring" in str(form)
+    found = symmetries_of(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)))
+    assert set(found.dimensions) == {"qk", "vo", "key bias"}
+    assert not found.wired
+    assert "register_wiring" in found.table()
 
 
 def test_neurons_are_pairs():
     model = build("llama")
     (batch,) = inputs("llama")
     before = forward(model, batch)
-    pairs = neuron_pairs(wiring_of(model))
+    pairs = find(model, kinds=("neurons",)).pairs
     assert [str(p.group) for p in pairs] == ["(ℝ*)^12"] * 2
     apply_random_symmetry_(model, pairs=pairs)
     assert difference(forward(model, batch), before) < 1e-12
     model = build("opt")
     (batch,) = inputs("opt")
     before = forward(model, batch)
-    rectified = neuron_pairs(wiring_of(model))
+    rectified = find(model, kinds=("neurons",)).pairs
     assert [str(p.group) for p in rectified] == ["(ℝ+)^12"] * 2
     apply_random_symmetry_(model, pairs=rectified)
     assert difference(forward(model, batch), before) < 1e-12
-    wrong = next(p for p in find_symmetric_pairs(model) if p.kind == "vo")
-    wrong.G[0].tensor.data[0] *= -1  # one half alone
+    wrong = next(p for p in find(model).pairs if p.kind == "vo")
+    weights_of(model)[wrong.G[0].name].data[0] *= -1  # one half alone
     assert difference(forward(model, batch), before) > 1e-3
 
 
@@ -196,7 +207,7 @@ def test_pruned_weights_are_left_alone(name):
     with torch.enable_grad():
         before = forward(model, batch)
     form = canonicalize_(model)
-    assert "weights that are computed" in form.refused.values()
+    assert Cause.COMPUTED in {r.cause for r in form.symmetries.refused}
     with torch.enable_grad():
         assert difference(forward(model, batch), before) < 1e-12
     assert verify_whole(model, batch, forward=forward).ok
@@ -209,12 +220,12 @@ def test_a_layer_that_is_used_twice_counts_once():
             encoder.layers[1] = encoder.layers[0]
         return encoder
 
-    groups = [[p.group for p in neuron_pairs(wiring_of(built(shared)))] for shared in (True, False)]
-    assert [sum(g.dimension for g in found if g is not None) for found in groups] == [16, 32]
-    weights = build("vit")
-    parametrizations.weight_norm(networks.feed_forward(networks.vit_layers(weights)[0])[0])
-    for p in neuron_pairs(wiring_of(weights)):
-        assert p.group is None or not re.search(r"layers?\.0", p.module)
+    assert [find(built(shared), kinds=("neurons",)).dimension for shared in (True, False)] == [16, 32]
+    model = build("opt")
+    parametrizations.weight_norm(model.model.decoder.layers[0].fc1)
+    found = find(model, kinds=("neurons",))
+    assert [p.module for p in found.pairs] == ["decoder.layers.1.final_layer_norm"]
+    assert [(r.module, r.cause) for r in found.refused] == [("decoder.layers.0.final_layer_norm", Cause.COMPUTED)]
 
 
 def test_a_gain_of_zero_beside_a_computed_bias_stays():
@@ -228,14 +239,14 @@ def test_a_gain_of_zero_beside_a_computed_bias_stays():
     before = forward(model, batch)
     form = canonicalize_(model)
     assert difference(forward(model, batch), before) < 1e-12
-    assert "weights that are computed" in form.refused.values()
+    assert Cause.COMPUTED in {r.cause for r in form.symmetries.refused}
 
 
 def test_pairs_of_a_canonical_form_keep_their_scale():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["0"])
     model = peft.get_peft_model(nn.Sequential(nn.Linear(6, 4)), config)
-    assert [p.scale for p in canonical_form(model).pairs] == [4.0]
+    assert [p.scale for p in folded(model).symmetries.pairs] == [4.0]
 
 
 def test_known_counts():
@@ -316,7 +327,7 @@ def test_a_gradient_that_is_not_a_number_certifies_nothing():
 
     @register_wiring(Root)
     def wiring(model):
-        return wiring_of(model.inner)
+        return wiring_of(model, "inner")
 
     report = verify_whole(Root(), next(inputs("torch-pre")))
     assert any(residual != residual for residual in report.residuals.values())
