@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite
-from quotient_manifolds.symmetries import Cause, PairStack, Slot, Symmetries, find, slot, stacks
+from quotient_manifolds.symmetries import Cause, PairStack, Slot, SymmetricPair, Symmetries, find, slot, stacks
 from quotient_manifolds.symmetries.discovery import PAIRS, check_names, with_wiring
 from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.symmetries.slots import masks
@@ -126,15 +126,16 @@ def _with_points(model: nn.Module, given: Symmetries) -> Symmetries:
     return given.adding(*(p for p in find(model, kinds=("points",)).pairs if p.name not in names))
 
 
+def divides(measure: Measure, pair: SymmetricPair) -> bool:
+    """Return whether a measure divides a pair out; of positive numbers a representative may have other signs."""
+    return not pair.group.positive and bool(pair.metric or measure.symmetry in ("all", pair.kind))
+
+
 def stacks_of(
     measure: Measure, symmetries: Symmetries, weights: Mapping[str, Tensor], *, pieces: bool = True
 ) -> list[PairStack]:
     """Stack the pairs that a measure divides out; on a CPU in pieces."""
-    # The representative that a stack uses may have other signs.
-    pairs = [
-        p for p in symmetries.pairs if not p.group.positive and (p.metric or measure.symmetry in ("all", p.kind))
-    ]  # fmt: skip
-    found = stacks(pairs, weights)
+    found = stacks([p for p in symmetries.pairs if divides(measure, p)], weights)
     if not pieces or any(weights[name].device.type != "cpu" for s in found[:1] for name in s.names[:1]):
         return found
     count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 from quotient_manifolds.weights import is_narrow, pointing_to, weights_of
 
 from .ascent import norm
-from .building import build_blocks, divided_out, stacks_of, trainable, vector_lengths
+from .building import build_blocks, divided_out, divides, stacks_of, trainable, vector_lengths
 from .direction import Direction, NetworkParts
 from .distributed import World
 from .measures import Measure, PairBlock
@@ -218,7 +219,8 @@ class WeightSpace:
             block.vector_(out, c, at_model=True)
         tensors = {name: out[name].cpu() for name in self.parameters}
         squares = self._parts.squares(self.each(xi))
-        return Direction(self.measure, tensors, self.norm(xi), squares, self.symmetries)
+        pairs = tuple(p for p in self.symmetries.pairs if divides(self.measure, p))
+        return Direction(self.measure, tensors, self.norm(xi), squares, replace(self.symmetries, pairs=pairs))
 
     @functools.cached_property
     def _parts(self) -> NetworkParts:  # finding pairs takes seconds, and there are many directions

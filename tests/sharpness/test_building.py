@@ -12,17 +12,21 @@ import sharpness
 from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import (
     GL,
+    Slot,
     SymmetricPair,
     apply_random_symmetry_,
-    find_symmetric_pairs,
+    Symmetries,
+    find,
     pair,
     registry,
+    slot,
 )
-from quotient_manifolds.symmetries.blocks import Block, block
-from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
+from quotient_manifolds.symmetries.discovery import ALL
+from quotient_manifolds.symmetries.whole import apply_random_moves_
 from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
-from sharpness.building import named_weights, trainable, vector_lengths
+from quotient_manifolds.weights import weights_of
+from sharpness.building import trainable, vector_lengths
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
 from tests.whole_networks import BACKBONES, build, headed, heads, inputs, loss
@@ -44,7 +48,7 @@ def moved(family, kinds=None):
         apply_random_moves_(model, classes=True, kinds=kinds)
     if kinds is None or kinds == ["heads"]:
         apply_random_symmetry_(model)
-        apply_random_symmetry_(model, pairs=neuron_pairs(wiring_of(model)))
+        apply_random_symmetry_(model, pairs=find(model, kinds=("neurons",)).pairs)
     return model
 
 
@@ -122,8 +126,10 @@ def test_a_wiring_that_is_not_the_models_is_refused():
 
 def test_pairs_that_are_given_are_those_of_the_canonical_form():
     model = build("vit")
-    assert worst(model, "vit", "complete-inv", pairs=find_symmetric_pairs(model)) == worst(model, "vit", "complete-inv")
-    assert worst(model, "vit", "complete-inv", pairs=[]) != worst(model, "vit", "complete-inv")
+    own = worst(model, "vit", "complete-inv")
+    assert worst(model, "vit", "complete-inv", symmetries=find(model)) == own
+    assert worst(model, "vit", "complete-inv", symmetries=find(model, kinds=ALL, classes=True)) == own
+    assert worst(model, "vit", "complete-inv", symmetries=Symmetries()) != own
 
 
 def test_sam_is_refused():
@@ -236,12 +242,12 @@ def test_shards_that_cannot_be_measured_are_refused():
 def test_names_are_without_the_prefixes_of_wrappers_alone():
     """A layer called module had lost its name in pairs, but not in parameters."""
     net = torch.nn.ModuleDict({"module": networks.vit(), "head": torch.nn.Linear(2, 2)})
-    names = set(named_weights(net))
+    names = set(weights_of(net))
     assert all(name.startswith(("module.", "head.")) for name in names)
-    assert all(p.module.startswith("module.vit") for p in find_symmetric_pairs(net))
+    assert all(p.module.startswith("module.vit") for p in find(net).pairs)
     wrapped = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"module": networks.vit()})})
-    assert set(named_weights(wrapped)) == {name for name, _ in networks.vit().named_parameters()}
-    assert all(p.module.startswith("vit") for p in find_symmetric_pairs(wrapped))
+    assert set(weights_of(wrapped)) == {name for name, _ in networks.vit().named_parameters()}
+    assert all(p.module.startswith("vit") for p in find(wrapped).pairs)
 
 
 def tied(how):
@@ -331,10 +337,17 @@ def moved_copy(model):
     return twin
 
 
+def by_parameter(model, symmetries=None):
+    """The lengths of vectors, pairs of heads left out, by parameter."""
+    symmetries = Symmetries() if symmetries is None else Symmetries(wiring=symmetries.wiring)
+    weights = weights_of(model)
+    return {weights[name]: length for name, length in vector_lengths(model, symmetries).items()}
+
+
 def test_rows_columns_and_tables():
     """Against sums that are written out."""
     model = build("vit")
-    lengths = vector_lengths(model, wiring_of(model))
+    lengths = by_parameter(model, find(model, kinds=("neurons",)))
     fc1, fc2 = networks.feed_forward(networks.vit_layers(model)[0])
     patches = model.vit.embeddings.patch_embeddings.projection
     for row in (0, 5):
@@ -352,13 +365,13 @@ def test_rows_columns_and_tables():
 
 def test_what_has_no_rows_with_biases():
     odd = nn.Sequential(nn.ConvTranspose2d(4, 2, 3), nn.LayerNorm([4, 7]), nn.Embedding(5, 3))
-    lengths = vector_lengths(odd, None)
+    lengths = by_parameter(odd)
     assert all(lengths[p].expand_as(p).shape == p.shape for p in odd.parameters())
 
 
 def test_other_layouts():
     conv1d, linear = Conv1D(2, 3), nn.Linear(3, 2, bias=False)
-    lengths = vector_lengths(nn.Sequential(conv1d, linear), None)
+    lengths = by_parameter(nn.Sequential(conv1d, linear))
     expected = torch.hypot(conv1d.weight[:, 1].norm(), conv1d.bias[1])
     torch.testing.assert_close(lengths[conv1d.weight].expand_as(conv1d.weight)[0, 1], expected)
     torch.testing.assert_close(lengths[linear.weight].expand_as(linear.weight)[1, 2], linear.weight[1].norm())
@@ -367,9 +380,11 @@ def test_other_layouts():
 def test_a_bias_beside_weights_of_pairs_is_a_vector_of_its_own():
     """Entry by entry: of a row, what no pair moves counts; a bias goes with its row if both or neither are in pairs."""
     fused, out = networks.shake(nn.Linear(3, 6)), networks.shake(nn.Linear(4, 3))
-    G = (block(fused, "weight", slice(2, 4), transpose=True), block(fused, "bias", slice(2, 4)))
-    pair = SymmetricPair("own", "vo", GL(2), G, (block(out, "weight", columns=slice(0, 2)),))
-    lengths = vector_lengths(nn.Sequential(fused, out), None, [pair])
+    model = nn.Sequential(fused, out)
+    G = (slot(model, "0.weight", slice(2, 4), transpose=True), slot(model, "0.bias", slice(2, 4)))
+    pair = SymmetricPair("own", "vo", GL(2), G, (slot(model, "1.weight", columns=slice(0, 2)),))
+    weights = weights_of(model)
+    lengths = {weights[n]: length for n, length in vector_lengths(model, Symmetries((pair,))).items()}
     for row in (0, 1, 4, 5):
         expected = torch.hypot(fused.weight[row].norm(), fused.bias[row])
         torch.testing.assert_close(lengths[fused.weight].expand_as(fused.weight)[row, 2], expected)
@@ -393,11 +408,11 @@ class Experts(nn.Module):
         return ((gate.sigmoid() * up) @ self.down + self.down_bias[:, None]).sum(0)
 
 
-def own_pairs(experts, group):
+def own_pairs(group):
     for e in range(2):
-        up = Block(experts, "gate_up", (2, 3, 8), 24 * e + 1, (3, 4), (8, 2))
-        bias = Block(experts, "gate_up_bias", (2, 8), 8 * e + 1, (1, 4), (8, 2))
-        down = Block(experts, "down", (2, 4, 3), 12 * e, (3, 4), (1, 3))
+        up = Slot("gate_up", (2, 3, 8), 24 * e + 1, (3, 4), (8, 2))
+        bias = Slot("gate_up_bias", (2, 8), 8 * e + 1, (1, 4), (8, 2))
+        down = Slot("down", (2, 4, 3), 12 * e, (3, 4), (1, 3))
         yield SymmetricPair(f"expert {e}", "glu", group, (up, bias), (down,))
 
 
@@ -406,14 +421,14 @@ def test_lengths_at_a_users_own_pairs(positive):
     """Lengths of what no pair moves stay; positive pairs are not divided out: each column's length goes with it."""
     experts = Experts().double()
     x = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pairs = list(own_pairs(experts, GL(4, diagonal=True, positive=positive)))
-    before, weights, out = vector_lengths(experts, None, pairs), copy.deepcopy(experts), experts(x)
+    pairs = tuple(own_pairs(GL(4, diagonal=True, positive=positive)))
+    before, weights, out = vector_lengths(experts, Symmetries(pairs)), copy.deepcopy(experts), experts(x)
     apply_random_symmetry_(experts, 30.0, pairs=pairs)
     torch.testing.assert_close(experts(x), out)
-    after = vector_lengths(experts, None, pairs)
-    for p, old in zip(experts.parameters(), weights.parameters(), strict=True):
+    after = vector_lengths(experts, Symmetries(pairs))
+    for (name, p), old in zip(experts.named_parameters(), weights.parameters(), strict=True):
         stays = (p == old) | (positive and torch.ones_like(p, dtype=torch.bool))
-        torch.testing.assert_close((after[p] * old)[stays], (before[p] * p)[stays], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close((after[name] * old)[stays], (before[name] * p)[stays], rtol=1e-12, atol=1e-14)
     assert any(bool((p != old).any()) for p, old in zip(experts.parameters(), weights.parameters(), strict=True))
 
 
@@ -422,7 +437,7 @@ def test_lengths_at_a_users_own_pairs(positive):
 def test_moves_of_heads_change_nothing_without_a_wiring(name):
     """A bias of an output projection had the length of its row, which depends on the heads' representative."""
     model, batch = architectures.transformers_model(name, "eager")
-    assert not canonical_form(model).wired
+    assert not find(model, kinds=ALL).wired
     twin = moved_copy(model)
     for measure in WHOLE:
         assert value(twin, batch, measure) == pytest.approx(value(model, batch, measure), rel=1e-8)
@@ -433,7 +448,8 @@ def test_moves_of_heads_change_nothing_without_a_wiring(name):
 def test_moves_of_frozen_heads_change_nothing_either(name):
     """A bias of an output projection had the length of its frozen row."""
     model, batch = architectures.transformers_model(name, "eager")
-    frozen = {p for pair in find_symmetric_pairs(model) for p in pair.parameters()}
+    weights = weights_of(model)
+    frozen = {weights[name] for pair in find(model).pairs for name in pair.names}
     twin = moved_copy(model)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         p.requires_grad_(p not in frozen)
@@ -467,21 +483,21 @@ def test_no_move_of_a_wired_network_changes_the_measure(family, name):
     model, batch = headed(family, name)
     twin, softmax = copy.deepcopy(model), "labels" in batch
     assert apply_random_moves_(twin, classes=softmax)
-    apply_random_symmetry_(twin, 30.0, pairs=[*find_symmetric_pairs(twin), *neuron_pairs(wiring_of(twin))])
+    apply_random_symmetry_(twin, 30.0, pairs=find(twin, kinds=("heads", "neurons")).pairs)
     for measure in WHOLE:
         one, two = (value(m, batch, measure) for m in (model, twin))
         assert two == pytest.approx(one, rel=1e-8)
 
 
-def scales_of_mixer(m, name):
+def scales_of_mixer(m):
     """One number a channel, its row of the projection against its kernel; one a state, rows of the input and output."""
     channels, rank, states = m.conv1d.out_channels, m.time_step_rank, m.ssm_state_size
-    scaled = block(m.in_proj, "weight", slice(0, channels), transpose=True)
-    B, C = (block(m.x_proj, "weight", slice(i, i + states), transpose=True) for i in (rank, rank + states))
-    kernels = block(m.conv1d, "weight", transpose=True)
+    scaled = slot(m, "in_proj.weight", slice(0, channels), transpose=True)
+    B, C = (slot(m, "x_proj.weight", slice(i, i + states), transpose=True) for i in (rank, rank + states))
+    kernels = slot(m, "conv1d.weight", transpose=True)
     return [
-        pair([scaled], [kernels], GL(channels, diagonal=True), name=f"{name} channels", kind="conv"),
-        pair([B], [C], GL(states, diagonal=True), name=f"{name} states", kind="state"),
+        pair([scaled], [kernels], GL(channels, diagonal=True), kind="conv"),
+        pair([B], [C], GL(states, diagonal=True), kind="state"),
     ]
 
 
@@ -494,7 +510,7 @@ def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
     monkeypatch.setitem(registry._HANDLERS, mixer, scales_of_mixer)
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 20, "time_step_rank": 3}
     model = networks.shake(MambaModel(MambaConfig(**sizes)).double(), 0.2)
-    assert {p.kind for p in find_symmetric_pairs(model)} == {"conv", "state"}
+    assert {p.kind for p in find(model).pairs} == {"conv", "state"}
     twin = moved_copy(model)
     for options in ({}, {"measure": "complete-mix"}):
         one, two = (value(m, architectures.IDS, **options) for m in (model, twin))

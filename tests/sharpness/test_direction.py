@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries import apply_random_symmetry_, find, stacks
 from reproduction.rk4 import RungeKuttaMeasure
 from sharpness import plots
 from tests import networks
@@ -25,16 +25,16 @@ def test_direction_is_horizontal_of_length_rho_and_leads_to_the_worst_loss(train
     result = sharpness.evaluate(model, [batch], measure=measure, rho=rho)
     direction = result.direction(0)
     assert direction.norm == pytest.approx(rho, rel=1e-6)
-    names = {id(p): n for n, p in model.named_parameters()}
+    weights = dict(model.named_parameters())
     square, covered = 0.0, set()
     if measure in GEODESIC:
-        for s in stacks(find_symmetric_pairs(model)):
-            x = s.gather().detach()
-            u = s.gather({p: direction.tensors[names[id(p)]] for p in s.parameters()})
+        for s in stacks(find(model).pairs, weights):
+            x = s.gather(weights).detach()
+            u = s.gather(direction.tensors)
             manifold = s.manifold(measure.removeprefix("geodesic-"))
             torch.testing.assert_close(manifold.proju(x, u), u, rtol=1e-6, atol=1e-9)
             square += float(manifold.inner(x, u).sum())
-            covered |= {names[id(p)] for p in s.parameters()}
+            covered |= set(s.names)
     for n, p in model.named_parameters():
         if n not in covered:
             weight = 1.0 if measure == "euclidean" else p.detach().abs()

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
-from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, find, stacks
 from quotient_manifolds.symmetries.registry import ByClass
 from sharpness import evaluation
 from tests import networks
@@ -64,11 +64,12 @@ class Reference:
         self.names = [n for n, _ in model.named_parameters()]
         self.params = [p.detach() for p in model.parameters()]
         cls = {"geodesic-inv": GLQuotientInv, "geodesic-mix": GLQuotientMix}.get(measure)
-        self.stacks = [] if cls is None else stacks(find_symmetric_pairs(model))
+        weights = dict(model.named_parameters())
+        self.stacks = [] if cls is None else stacks(find(model).pairs, weights)
         self.manifolds = [cls(s.n, s.m) for s in self.stacks]
-        self.points = [s.gather().detach() for s in self.stacks]
-        covered = {id(p) for s in self.stacks for p in s.parameters()}
-        self.free = [i for i, p in enumerate(model.parameters()) if id(p) not in covered]
+        self.points = [s.gather(weights).detach() for s in self.stacks]
+        covered = {name for s in self.stacks for name in s.names}
+        self.free = [i for i, name in enumerate(weights) if name not in covered]
         self.weights = [1.0 if measure == "euclidean" else self.params[i].abs() for i in self.free]
         sizes = [self.params[i].numel() for i in self.free] + [x.numel() for x in self.points]
         self.sizes, self.dim = sizes, sum(sizes)
@@ -90,14 +91,12 @@ class Reference:
         moved = dict(zip(self.names, self.params, strict=True))
         for f, i in zip(free, self.free, strict=True):
             moved[self.names[i]] = self.params[i] + f
-        ids = {id(p): n for n, p in self.model.named_parameters()}
         for s, m, x, u in zip(self.stacks, self.manifolds, self.points, pairs, strict=True):
             end = m.retr(x, u)
-            for run in s._rows.runs:
-                name = ids[id(run.block.tensor)]
-                part = end[run.points, run.rows]
+            for run in s.runs:
+                name, part = run.slot.name, end[run.points, run.rows]
                 flat = moved[name].reshape(-1)
-                index = run.block.of(torch.arange(flat.numel()).view(moved[name].shape))
+                index = run.slot.of(torch.arange(flat.numel()).view(moved[name].shape))
                 moved[name] = flat.index_put((index.reshape(-1),), part.reshape(-1)).view(moved[name].shape)
         return F.cross_entropy(torch.func.functional_call(self.model, moved, (self.batch[0],)), self.batch[1])
 
@@ -119,8 +118,9 @@ class Reference:
         with torch.no_grad():
             for name, p in twin.named_parameters():
                 p.copy_(direction.tensors[name])
-        tensors = [p.detach() for p in twin.parameters()]
-        pairs = [s.gather().detach() for s in (stacks(find_symmetric_pairs(twin)) if self.stacks else [])]
+        weights = dict(twin.named_parameters())
+        tensors = [p.detach() for p in weights.values()]
+        pairs = [s.gather(weights).detach() for s in (stacks(find(twin).pairs, weights) if self.stacks else [])]
         v = torch.cat([t.reshape(-1) for t in [*(tensors[i] for i in self.free), *pairs]])
         horizontal = torch.stack([torch.cat([u.reshape(-1) for us in self.vectors(b) for u in us]) for b in basis.T], 1)
         z = torch.linalg.lstsq(horizontal, v[:, None]).solution[:, 0]
@@ -318,12 +318,12 @@ def test_unknown_attention_is_examined_on_the_first_batch(measure):
     remark = "layers of classes without a handler were examined on the first batch: Attending (2 pairs; "
     assert found.remarks[0] == remark + "the batch does not reach it)"
     assert found.remarks[-1].endswith("so the result says nothing about them: idle")
-    pairs = find_symmetric_pairs(model, batch=batch)
-    assert {p.name for p in found.direction(0).pairs} == {p.name for p in pairs if p.group is not None}
-    given = sharpness.evaluate(model, [batch, batch], pairs=pairs, **options)
+    known = find(model, batch)
+    assert {p.name for p in found.direction(0).symmetries.pairs} == {p.name for p in known.pairs}
+    given = sharpness.evaluate(model, [batch, batch], symmetries=known, **options)
     assert float(given) == float(found)
     twin = copy.deepcopy(model)
-    apply_random_symmetry_(twin, 30.0, pairs=find_symmetric_pairs(twin, batch=batch))
+    apply_random_symmetry_(twin, 30.0, pairs=find(twin, batch).pairs)
     assert float(sharpness.evaluate(twin, [batch, batch], **options)) == pytest.approx(float(found), rel=1e-8)
     with torch.no_grad(), sharpness.perturbed(model, found.direction(0)) as moved:
         loss = float(F.cross_entropy(moved(batch[0]), batch[1]))
@@ -365,11 +365,11 @@ def test_a_hook_beside_unknown_attention_is_named_too():
     model, batch = networks.shake(Both()), networks.images()
     attention = networks.vit_layers(model.vit)[0].attention
     networks.projections(attention)[2].register_forward_hook(lambda m, x, y: y.relu())
-    wrong = [p.name for p in find_symmetric_pairs(model) if "vo" in p.name and ".0." in p.name]
+    wrong = [p.name for p in find(model).pairs if "vo" in p.name and ".0." in p.name]
     assert sharpness.evaluate(model, [batch], rho=0.1, steps=1).remarks[:2] == (
         "layers of classes without a handler were examined on the first batch: Attending (2 pairs; "
         "the batch does not reach it)",
-        f"left out, for {symmetries.pairs.CHANGES}: {', '.join(wrong)}",
+        f"left out, for {symmetries.Cause.CHANGES.value}: {', '.join(wrong)}",
     )
 
 
@@ -377,11 +377,10 @@ def test_registered_attention_is_measured(monkeypatch):
     monkeypatch.setattr(symmetries.registry, "_HANDLERS", ByClass(symmetries.registry._HANDLERS))
 
     @symmetries.register_attention(Mystery)
-    def mystery(module, name):
-        q, k, v = (symmetries.Projection(module.mix, start=8 * i) for i in range(3))
-        return symmetries.attention_pairs(
-            name, symmetries.Heads(1, size=8), q=q, k=k, v=v, o=symmetries.Projection(module.out)
-        )
+    def mystery(module):
+        q, k, v = (symmetries.Projection(module, "mix", start=8 * i) for i in range(3))
+        out = symmetries.Projection(module, "out")
+        return symmetries.attention_pairs(symmetries.Heads(1, size=8), q=q, k=k, v=v, o=out)
 
     model, batch = networks.shake(Mystery()), networks.tokens()
     twin = copy.deepcopy(model)
@@ -471,15 +470,14 @@ def test_lora_before_training_has_no_direction_to_move_in():
     A, B = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(4, 2))
     layer.requires_grad_(False)
     layer.A, layer.B = A, B
-    pair = symmetries.pair(
-        [symmetries.block(layer, "B")], [symmetries.block(layer, "A", transpose=True)], symmetries.GL(2)
-    )
+    G, H = symmetries.slot(layer, "B"), symmetries.slot(layer, "A", transpose=True)
+    own = symmetries.Symmetries((symmetries.pair([G], [H], symmetries.GL(2)),))
 
     def loss(model, batch):
         return (batch + batch @ model.A.T @ model.B.T).square().mean()
 
     with pytest.raises(ValueError, match="no direction to move in"):
-        sharpness.evaluate(layer, [torch.randn(3, 4)], loss, rho=0.1, pairs=[pair])
+        sharpness.evaluate(layer, [torch.randn(3, 4)], loss, rho=0.1, symmetries=own)
 
 
 BOUNDED = {

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import GL, block, pair
+from quotient_manifolds.symmetries import GL, Symmetries, pair, slot
 from reproduction.adaptive_norm import AdaptiveNormMeasure
 from sharpness import HessianOperator
 from sharpness.measures import MEASURES, get_measure
@@ -107,12 +107,12 @@ def test_the_largest_of_negative_eigenvalues(metric, n, h, m, dtype):
     for p in model.parameters():
         p.data = torch.linspace(1, 4, p.numel(), dtype=dtype).square().cos().view(p.shape)
     H, G = (layer.weight.detach() for layer in model)
-    own, T = pair([block(model[1], "weight")], [block(model[0], "weight", transpose=True)], GL(h)), G @ H
+    own, T = pair([slot(model, "1.weight")], [slot(model, "0.weight", transpose=True)], GL(h)), G @ H
 
     def loss(model, batch):
         return -(model[1].weight @ model[0].weight - T).square().sum() / 2
 
-    space = sharpness.WeightSpace(model, MEASURES[metric], [own])
+    space = sharpness.WeightSpace(model, MEASURES[metric], Symmetries((own,)))
     with space.attached():
         found = HessianOperator(space, lambda: loss(model, None)).largest_eigenvalue()
         values, vectors = torch.linalg.eigh(
@@ -123,7 +123,7 @@ def test_the_largest_of_negative_eigenvalues(metric, n, h, m, dtype):
     J = torch.stack([(u["1.weight"] @ H + G @ u["0.weight"]).flatten().double() for u in tangents])
     bound = 1e-3 if dtype == torch.float32 else 2e-4  # that of the search is 1e-4, of the largest eigenvalue in size
     assert found == pytest.approx(-float(torch.linalg.svdvals(J)[-1] ** 2), rel=bound)
-    result = sharpness.hessian(model, [torch.zeros(1)], loss, pairs=[own], measure=metric)
+    result = sharpness.hessian(model, [torch.zeros(1)], loss, symmetries=Symmetries((own,)), measure=metric)
     assert float(result) == pytest.approx(found, rel=bound)
 
 
@@ -181,7 +181,7 @@ def test_the_scalar_network():
     with torch.no_grad():
         model[0].weight.fill_(h)
         model[1].weight.fill_(g)
-    only = pair([block(model[1], "weight")], [block(model[0], "weight", transpose=True)], GL(1))
+    only = pair([slot(model, "1.weight")], [slot(model, "0.weight", transpose=True)], GL(1))
     batch = (torch.tensor([[x]]), torch.tensor([[y]]))
 
     def loss(model, batch):
@@ -189,9 +189,9 @@ def test_the_scalar_network():
 
     beta, r = g * h, g * h * x - y
     # d²/dt² (βe^{2Bt}x − y)² at 0 with 2B² = 1: 2 (2Bβx)² + 2 r (2B)² β x.
-    inv = sharpness.hessian(model, [batch], loss, pairs=[only])
+    inv = sharpness.hessian(model, [batch], loss, symmetries=Symmetries((only,)))
     assert float(inv) == pytest.approx(4 * (beta * x) ** 2 + 4 * r * beta * x, rel=1e-9)
     # β(1 + 2Bt) with 2β²B² = 1: 2 (2Bβx)² = 4x².
-    mix = sharpness.hessian(model, [batch], loss, measure="geodesic-mix", pairs=[only])
+    mix = sharpness.hessian(model, [batch], loss, measure="geodesic-mix", symmetries=Symmetries((only,)))
     assert float(mix) == pytest.approx(4 * x**2, rel=1e-9)
     assert mix.trace == pytest.approx(4 * x**2, rel=1e-6)

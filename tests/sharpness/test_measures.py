@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries import apply_random_symmetry_, find
 from reproduction.adaptive_norm import AdaptiveNormMeasure
 from reproduction.additive import AdditiveMeasure
 from reproduction.rk4 import RungeKuttaBlock, RungeKuttaMeasure
@@ -127,10 +127,9 @@ def test_adaptive_norm_of_horizontal_vectors(trained, metric):
     parameters = dict(model.named_parameters())
     square = sum(float((v / parameters[n].detach()).square().sum()) for n, v in direction.tensors.items())
     assert math.sqrt(square) == pytest.approx(0.1, rel=1e-9)
-    by_parameter = {parameters[n]: v for n, v in direction.tensors.items()}
-    for pair in direction.pairs:
-        manifold, x = pair.manifold(metric.removeprefix("geodesic-")), pair.gather().detach()
-        u = torch.cat([by_parameter[b.tensor].as_strided(b.size, b.stride, b.offset) for b in pair.G + pair.H])
+    for pair in direction.symmetries.pairs:
+        manifold, x = pair.manifold(metric.removeprefix("geodesic-")), pair.gather(parameters).detach()
+        u = torch.cat([direction.tensors[s.name].as_strided(s.size, s.stride, s.offset) for s in pair.slots])
         assert float((manifold.proju(x, u) - u).norm()) < 1e-7 * float(u.norm())
     one, two = values(trained, measure=measure)
     assert abs(one / two - 1) > 0.05  # it is the metric's norm that makes the measure invariant
@@ -178,13 +177,13 @@ def test_symmetry_of_one_kind(trained):
         assert half[0] not in (one[0], two[0])
         # Only what is divided out may be moved.
         moved = copy.deepcopy(model)
-        apply_random_symmetry_(moved, 30.0, seed=1, pairs=[p for p in find_symmetric_pairs(moved) if p.kind == kind])
+        apply_random_symmetry_(moved, 30.0, seed=1, pairs=find(moved).of_kind([kind]).pairs)
         same = values((moved, moved, batch), symmetry=kind)[0]
         assert same == pytest.approx(half[0], rel=1e-8)
         unlike = values((moved, moved, batch), symmetry=other)[0]
         assert abs(unlike / values(trained, symmetry=other)[0] - 1) > 0.01
         of_kind = get_measure("geodesic-inv", symmetry=kind)
-        found = sharpness.evaluate(model, [batch], measure=of_kind, rho=0.1, steps=1).direction(0).pairs
+        found = sharpness.evaluate(model, [batch], measure=of_kind, rho=0.1, steps=1).direction(0).symmetries.pairs
         assert {p.kind for p in found} == {kind}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sharpness
-from quotient_manifolds.symmetries import GL, PairStack, apply_random_symmetry_, block, find_symmetric_pairs, pair
+from quotient_manifolds.symmetries import GL, PairStack, Symmetries, apply_random_symmetry_, find, pair, slot
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 from sharpness import LayerShare, LayerShares
@@ -48,16 +48,15 @@ def test_table_json_and_directions(tmp_path):
 def by_hand(model, result, metric):
     """Shares of every pair and of what is left of every parameter, from the direction's tensors alone."""
     direction = result.direction(0)
-    tensors = {p: direction.tensors[name] for name, p in model.named_parameters()}
+    weights, tensors = dict(model.named_parameters()), direction.tensors
     total, found = direction.norm**2, {}
     left = {name: (direction.tensors[name] / p.detach()).nan_to_num(0).square()
             for name, p in model.named_parameters()}  # fmt: skip
-    names = {p: name for name, p in model.named_parameters()}
-    for p in find_symmetric_pairs(model):
+    for p in find(model).pairs:
         one = PairStack([p])
-        found[p.name] = float(one.manifold(metric).norm(one.gather().detach(), one.gather(tensors)) ** 2) / total
-        for q, taken in coverage([one]).items():
-            left[names[q]] = left[names[q]].masked_fill(taken, 0)
+        found[p.name] = float(one.manifold(metric).norm(one.gather(weights).detach(), one.gather(tensors)) ** 2) / total
+        for name, taken in coverage([one], weights).items():
+            left[name] = left[name].masked_fill(taken, 0)
     return found, {name: float(v.sum()) / total for name, v in left.items()}
 
 
@@ -126,12 +125,12 @@ def test_several_batches_and_radii_and_the_table():
 def test_names_that_collide_make_no_difference():
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(4)))
-    pairs = [
-        pair([block(model[i], "weight", transpose=True)], [block(model[i + 1], "weight")], GL(4), name=name)
+    pairs = (
+        pair([slot(model, f"{i}.weight", transpose=True)], [slot(model, f"{i + 1}.weight")], GL(4), name=name)
         for i, name in ((0, "pair"), (2, "3.weight"))
-    ]
+    )
     batch = torch.randn(8, 4), torch.arange(8) % 4
-    result = sharpness.evaluate(model, [batch], rho=0.1, pairs=pairs, progress=False)
+    result = sharpness.evaluate(model, [batch], rho=0.1, symmetries=Symmetries(tuple(pairs)), progress=False)
     assert sum(s.share for s in result.by_layer()) == pytest.approx(1)
     assert sum(s.share for s in result.by_layer() if s.part == "other pairs") == pytest.approx(1)
 
@@ -202,8 +201,7 @@ def test_every_entry_belongs_to_one_part():
     model = build("vit")
     space = sharpness.WeightSpace(model, sharpness.MEASURES["adaptive"])
     found = dict.fromkeys(PARTS, 0)
-    pairs = find_symmetric_pairs(model, include_frozen=True)
-    parts = NetworkParts(model, dict(model.named_parameters()), pairs)
+    parts = NetworkParts(model, dict(model.named_parameters()), find(model).pairs)
     for (_, part, _), square in parts.squares(space.each(torch.ones(space.dim))).items():
         found[part] += square
     assert {part: square for part, square in found.items() if square} == {

@@ -11,7 +11,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.optim import QuotientAdam, QuotientSGD, create_quotient_optimizer
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries import apply_random_symmetry_, find
 from sharpness import GeodesicSAM
 from tests.networks import Encoder, bert, shake, vit
 
@@ -95,23 +95,23 @@ def test_the_perturbation_is_the_gradient_on_the_manifold(metric, refresh):
     for _ in range(3):
         sam.zero_grad()
         loss_of(model, batch).backward()
-        pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
-        points = [p.gather().detach() for p in pairs]
-        grads = {p: p.grad for p in model.parameters()}
+        pairs, weights = find(model).pairs, dict(model.named_parameters())
+        points = [p.gather(weights).detach() for p in pairs]
+        grads = {name: p.grad for name, p in weights.items()}
         from quotient_manifolds.symmetries import PairStack
 
         covectors = [PairStack([p]).gather(grads)[0] for p in pairs]
         vectors = [p.manifold(metric).egrad2rgrad(x, e) for p, x, e in zip(pairs, points, covectors, strict=True)]
         squares = sum(p.manifold(metric).inner(x, v, v) for p, x, v in zip(pairs, points, vectors, strict=True))
-        attention = {b.tensor for p in pairs for b in p.G + p.H}
-        for p in model.parameters():
-            if p not in attention:
+        attention = {name for p in pairs for name in p.names}
+        for name, p in weights.items():
+            if name not in attention:
                 squares = squares + (p.detach() * p.grad).square().sum()
         norm, grads_before = squares.sqrt(), model.head.weight.grad.clone()
         expected = [p.manifold(metric).retr(x, rho / norm * v) for p, x, v in zip(pairs, points, vectors, strict=True)]
         with sam.perturbed(zero_grad=True):
             for p, x in zip(pairs, expected, strict=True):
-                assert torch.allclose(p.gather().detach(), x, atol=1e-9)
+                assert torch.allclose(p.gather(weights).detach(), x, atol=1e-9)
             head = model.head.weight.detach().clone()
             loss_of(model, batch).backward()
         w = model.head.weight.detach()
@@ -151,17 +151,17 @@ def test_equivalent_starts(make, measure, base):
     for model in (one, two):
         parameters = list(model.parameters())
         if base == "QuotientSGD":
-            optimizer = QuotientSGD(parameters, find_symmetric_pairs(model), 1e-2, 0.9)
+            optimizer = QuotientSGD(model.named_parameters(), find(model), 1e-2, 0.9)
         elif base == "QuotientAdam":
             # The key bias has no gradient but rounding, which Adam's normalisation must not lift out.
-            pairs = find_symmetric_pairs(model, key_bias="drop")
-            paired = {b.tensor for p in pairs for b in p.G + p.H}
-            rest = torch.optim.SGD([p for p in parameters if p not in paired], 1e-2)
-            inner = QuotientAdam([p for p in parameters if p in paired], pairs, 1e-3)
+            known = find(model).without_null()
+            paired = {name for p in known.pairs for name in p.names}
+            rest = torch.optim.SGD([p for name, p in model.named_parameters() if name not in paired], 1e-2)
+            inner = QuotientAdam([(name, p) for name, p in model.named_parameters() if name in paired], known, 1e-3)
         else:
             optimizer = torch.optim.AdamW(parameters, 1e-3)
         if base == "QuotientAdam":  # plain SGD elsewhere, which is not perturbed
-            sam = GeodesicSAM(model, inner, rho=0.05, measure=measure, pairs=pairs)
+            sam = GeodesicSAM(model, inner, rho=0.05, measure=measure, symmetries=known)
             for _ in range(6):
                 model.zero_grad()
                 loss_of(model, batch).backward()
@@ -183,15 +183,15 @@ def test_equivalent_starts(make, measure, base):
 def test_entries_beside_dropped_ones_take_the_step_of_the_measure():
     """In one bias there are entries of pairs, dropped ones, and, if only Q and K are divided out, some of no pair."""
     model, batch = small(), batch_of(Encoder)
-    pairs = find_symmetric_pairs(model, key_bias="drop")
+    known = find(model).without_null()
     measure = sharpness.get_measure("geodesic-inv", symmetry="qk")
     before = snapshot(model)
-    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.05, measure=measure, pairs=pairs)
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.05, measure=measure, symmetries=known)
     loss_of(model, batch).backward()
     with sam.perturbed():
         found = snapshot(model)
         output = model(batch).detach()
-    space = sharpness.WeightSpace(model, measure, pairs=pairs)
+    space = sharpness.WeightSpace(model, measure, known)
     with space.attached():
         g = space.gradient(loss_of(model, batch))
         space.move_to(0.05 * g / g.norm())  # of Q and K it moves another representative
@@ -211,15 +211,15 @@ def test_blocks_that_were_dropped_from_pairs_stay(monkeypatch):
 
     monkeypatch.setattr(torch, "empty_like", garbage)
     model, batch = small(bert), batch_of(bert)
-    pairs = find_symmetric_pairs(model, key_bias="drop")
-    dropped = {b.tensor for p in pairs for b in p.dropped}
+    known, weights = find(model).without_null(), dict(model.named_parameters())
+    dropped = [weights[name] for name in {s.name for p in known.pairs for s in p.dropped}]
     assert dropped
     before = [p.detach().clone() for p in dropped]
-    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.05, pairs=pairs)
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.05, symmetries=known)
     loss_of(model, batch).backward()
     with sam.perturbed():
         assert all(torch.equal(p, b) for p, b in zip(dropped, before, strict=True))
-    result = sharpness.evaluate(model, [(batch, LABELS)], rho=0.1, steps=2, pairs=pairs)
+    result = sharpness.evaluate(model, [(batch, LABELS)], rho=0.1, steps=2, symmetries=known)
     with sharpness.perturbed(model, result.direction(0)):
         assert all(torch.equal(p, b) for p, b in zip(dropped, before, strict=True))
 
@@ -621,7 +621,7 @@ class Unknown(nn.MultiheadAttention):
 def test_attention_that_only_a_batch_could_tell_is_said_with_what_to_do():
     model, x = shake(nn.Sequential(Unknown(8, 2, batch_first=True))), batch_of(Encoder)
     base = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.warns(UserWarning, match=r"symmetries of Unknown, .* pass pairs=find_symmetric_pairs\(model, batch=b"):
+    with pytest.warns(UserWarning, match=r"symmetries of Unknown, .* pass symmetries=find\(model, b"):
         sam = GeodesicSAM(model, base, rho=0.1)
     assert not sam.certification.open
     with warnings.catch_warnings():

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import apply_random_symmetry_
-from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form
+from quotient_manifolds.symmetries import ALL, apply_random_symmetry_, find
+from quotient_manifolds.symmetries.whole import apply_random_moves_
+from quotient_manifolds.weights import weights_of
 from sharpness import cli
 from sharpness.models import LoadedModel
 from sharpness.sameness import _reordered, judge
@@ -16,7 +17,7 @@ from tests.whole_networks import FAMILIES, build, inputs, random_element
 def moved(model):
     """A copy that every kind of symmetry has moved."""
     twin = random_element(model).of(model)
-    apply_random_symmetry_(twin, pairs=canonical_form(twin).pairs)
+    apply_random_symmetry_(twin, pairs=find(twin, kinds=ALL).pairs)
     apply_random_moves_(twin)
     return twin
 
@@ -47,9 +48,9 @@ def test_wrong_copies_are_not_one_function(family, spoil):
     """One number is larger by a tenth; two of a head's values have changed places, but not what reads them."""
     one = loaded(family, build(family).float())
     twin = moved(one.model)
-    blocks = next(p for p in canonical_form(twin).pairs if p.kind == "vo").G
-    for b in blocks if spoil == "a permutation" else blocks[:1]:
-        rows = b.of(b.tensor.data)
+    slots, weights = next(p for p in find(twin).pairs if p.kind == "vo").G, weights_of(twin)
+    for s in slots if spoil == "a permutation" else slots[:1]:
+        rows = s.of(weights[s.name].data)
         if spoil == "a permutation":
             rows[:, [0, 1]] = rows[:, [1, 0]]
         else:

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import sharpness
 from quotient_manifolds.optim import canonicalize_lora_
 from quotient_manifolds.symmetries import (
+    Symmetries,
     UnknownAttentionError,
     apply_random_symmetry_,
-    find_symmetric_pairs,
+    find,
     manifold_parameters_,
     model_distance,
     stacks,
@@ -119,9 +120,9 @@ def one_process():
 
 def test_the_twin_has_the_same_pairs_and_no_memory():
     model = networks.vit()
-    expected = [(p.name, p.group, p.n, p.m) for p in find_symmetric_pairs(model)]
+    expected = [(p.name, p.group, p.n, p.m) for p in find(model).pairs]
     shards = Shards(sharded.sharded(model))
-    assert [(p.name, p.group, p.n, p.m) for p in find_symmetric_pairs(shards.twin)] == expected
+    assert [(p.name, p.group, p.n, p.m) for p in find(shards.twin).pairs] == expected
     matrices = [p for p in shards.twin.parameters() if p.dim() > 1]
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in matrices)
     assert not any(hasattr(m, "reshard") or m._forward_pre_hooks for m in shards.twin.modules())
@@ -140,13 +141,13 @@ def test_hooks_of_the_user_stand_on_the_twin():
 
 def test_all_parameters_of_a_pair_have_one_owner_and_owners_have_alike(monkeypatch):
     shards = Shards(fully_shard(networks.vit(layers=6)))
-    found = stacks(find_symmetric_pairs(shards.twin))
+    found = stacks(find(shards.twin).pairs, shards.weights)
     shards.world.size = 3
     with monkeypatch.context() as patched:
         patched.setattr(shards, "collect", lambda rows: {})
         shards.place(found, {})
-    assert all(len({shards.owner[q] for q in p.parameters()}) == 1 for s in found for p in s.pairs)
-    load = [sum(p.numel() for p, rank in shards.owner.items() if rank == r) for r in range(3)]
+    assert all(len({shards.owner[name] for name in p.names}) == 1 for s in found for p in s.pairs)
+    load = [sum(shards.weights[name].numel() for name, rank in shards.owner.items() if rank == r) for r in range(3)]
     assert min(load) == max(load) > 0
 
 
@@ -155,23 +156,22 @@ def test_rows_are_those_of_chunks(count):
     """As torch.chunk cuts, so does FSDP: the last processes may have fewer rows, or none."""
     model = fully_shard(nn.Linear(3, count))
     shards = Shards(model)
-    weight = shards.twin.weight
     for size in (1, 2, 3, 4):
         shards.world.size = size
         parts = list(torch.arange(count).chunk(size))
-        found = [torch.arange(count)[shards.rows(weight, rank)] for rank in range(size)]
+        found = [torch.arange(count)[shards.rows("weight", rank)] for rank in range(size)]
         assert [t.tolist() for t in found if len(t)] == [t.tolist() for t in parts]
 
 
 def test_a_state_keeps_rows_and_reads_them_whole():
     model = fully_shard(nn.Linear(3, 2))
     shards = Shards(model)
-    state, W = ShardedState(shards), shards.twin.weight
-    assert torch.equal(state.of(W), model.weight.full_tensor())
+    state = ShardedState(shards)
+    assert torch.equal(state.of("weight"), model.weight.full_tensor())
     value = torch.arange(6.0).view(2, 3)
-    state[W] = value
+    state["weight"] = value
     value += 1  # what is kept is a copy
-    assert torch.equal(state.of(W), torch.arange(6.0).view(2, 3))
+    assert torch.equal(state.of("weight"), torch.arange(6.0).view(2, 3))
 
 
 def evaluated(model, **options):
@@ -218,11 +218,11 @@ def test_what_is_refused():
 
 #: All that takes a model and needs whole weights, on the sharded model m, another one w, and a batch b.
 NEED_WHOLE = {
-    "find": lambda m, w, b: find_symmetric_pairs(m, batch=b), "verify": lambda m, w, b: verify(m, b),
+    "find": lambda m, w, b: find(m, b), "verify": lambda m, w, b: verify(m, b),
     "move": lambda m, w, b: apply_random_symmetry_(m), "points": lambda m, w, b: manifold_parameters_(m),
     "distance": lambda m, w, b: model_distance(m, w), "distance to": lambda m, w, b: model_distance(w, m),
     "aligned": lambda m, w, b: model_distance(w, m, modulo="all"), "align": lambda m, w, b: whole.align_models(m, w),
-    "align to": lambda m, w, b: whole.align_models(w, m), "form": lambda m, w, b: whole.canonical_form(m),
+    "align to": lambda m, w, b: whole.align_models(w, m),
     "canonicalize": lambda m, w, b: whole.canonicalize_(m), "verify whole": lambda m, w, b: whole.verify_whole(m, b),
     "move whole": lambda m, w, b: whole.apply_random_moves_(m), "lora": lambda m, w, b: canonicalize_lora_(m),
     "independence": lambda m, w, b: whole.independence_test(m, w),
@@ -248,13 +248,13 @@ def test_attention_of_an_unknown_class_is_examined_before_it_is_sharded():
     torch.manual_seed(0)
     model, batch = networks.TinyAttention(), networks.tokens(width=4)
     model.attention = type("Unknown", (nn.MultiheadAttention,), {})(4, 2, batch_first=True)
-    pairs = find_symmetric_pairs(model, batch=batch)
+    known = find(model, batch)
     expected = sharpness.evaluate(model, [batch], steps=2, progress=False)
     with pytest.raises(
-        UnknownAttentionError, match=r"Unknown .* pass pairs=find_.*batch=batch\) of before fully_shard"
+        UnknownAttentionError, match=r"Unknown .* pass symmetries=find\(model, batch\) of before fully_shard"
     ):
         sharpness.evaluate(fully_shard(model), [batch], steps=2, progress=False)
-    found = sharpness.evaluate(model, [batch], steps=2, pairs=pairs, progress=False)
+    found = sharpness.evaluate(model, [batch], steps=2, symmetries=known, progress=False)
     assert len(found.batches[0].history) == 3
     assert float(found) == pytest.approx(float(expected), rel=1e-10)
 
@@ -272,17 +272,18 @@ def test_adapters_leave_no_symmetry_that_a_complete_measure_misses():
 def test_no_direction_is_kept_and_pairs_of_the_model_can_be_named():
     torch.manual_seed(0)
     whole = networks.vit()
-    expected = sharpness.evaluate(whole, [networks.images()], steps=2, pairs=find_symmetric_pairs(whole)[:2])
+    some = Symmetries(find(whole).pairs[:2])
+    expected = sharpness.evaluate(whole, [networks.images()], steps=2, symmetries=some)
     model = sharded.sharded(whole)
     with pytest.raises(KeyError):
         evaluated(model).direction(0)
     with pytest.raises(ValueError, match="a sharded model keeps no directions"):
         evaluated(model, keep_directions=True)
-    pairs = find_symmetric_pairs(model)[:2]
-    found = sharpness.evaluate(model, [networks.images()], steps=2, pairs=pairs, progress=False)
+    assert Symmetries(find(model).pairs[:2]) == some
+    found = sharpness.evaluate(model, [networks.images()], steps=2, symmetries=some, progress=False)
     assert float(found) == pytest.approx(float(expected), rel=1e-10)
     with pytest.raises(ValueError, match="belongs to another model"):
-        sharpness.evaluate(model, [networks.images()], pairs=find_symmetric_pairs(networks.vit()), progress=False)
+        sharpness.evaluate(model, [networks.images()], symmetries=find(networks.bert()), progress=False)
 
 
 def test_frozen_weights_are_folded_and_put_back():

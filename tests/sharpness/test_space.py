@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries import apply_random_symmetry_, find, stacks
 from sharpness.measures import MEASURES
 from tests import networks
 from tests.architectures import transformers_model
@@ -18,7 +18,9 @@ def test_frozen_pairs_and_partly_covered_parameters_count_elementwise():
     free = float(sharpness.evaluate(model, [batch], rho=0.2))
     attention = model.encoder.layers[0].self_attn
     attention.out_proj.weight.requires_grad_(False)  # the V–O pairs fall away; in_proj_weight is covered in part
-    assert [p.group is None for p in find_symmetric_pairs(model)] == [False, True] * 2
+    trained = find(model).restricted(name for name, p in model.named_parameters() if p.requires_grad)
+    assert [p.kind for p in trained.pairs] == ["qk"] * 2
+    assert {r.kind for r in trained.refused} == {"vo"}
     twin = copy.deepcopy(model)
     apply_random_symmetry_(twin, 100.0)
     one, two = (float(sharpness.evaluate(m, [batch], rho=0.2, restarts=1)) for m in (model, twin))
@@ -38,9 +40,10 @@ def test_dead_units_of_a_head_count_as_absent(measure):
         keys.weight[3] = 0
         keys.bias[3] = 0
     twin = copy.deepcopy(model)
-    for s in stacks(find_symmetric_pairs(twin)):
+    weights = dict(twin.named_parameters())
+    for s in stacks(find(twin).pairs, weights):
         A = torch.eye(8) + 0.3 * torch.randn(len(s), 8, 8)
-        s.scatter_(s.manifold().act(s.gather().detach(), A))
+        s.scatter_(s.manifold().act(s.gather(weights).detach(), A), weights)
     results = [sharpness.evaluate(m, [batch], measure=measure, rho=0.01, restarts=1) for m in (model, twin)]
     assert [r.num_null for r in results] == [1, 1]
     assert abs(float(results[0]) - float(results[1])) < 1e-8 * float(results[0])
@@ -51,9 +54,10 @@ def test_dead_units_of_a_head_count_as_absent(measure):
 
 def test_mix_reports_when_its_ball_leaves_the_manifold():
     model, batch = networks.vit(), networks.images()
+    weights = dict(model.named_parameters())
     sigma = min(
-        torch.linalg.svdvals(s.manifold().to_matrix(s.gather().detach()))[:, 7].min()
-        for s in stacks(find_symmetric_pairs(model))
+        torch.linalg.svdvals(s.manifold().to_matrix(s.gather(weights).detach()))[:, 7].min()
+        for s in stacks(find(model).pairs, weights)
     )
     result = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=float(sigma), steps=1)
     assert result.min_singular_value == pytest.approx(float(sigma), rel=1e-6)
@@ -134,12 +138,14 @@ def test_complex_pairs_beside_an_odd_number_of_coordinates():
 
 def test_pairs_that_are_not_the_models_are_named():
     model, batch = networks.vit(), networks.images()
-    pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
-    with pytest.raises(ValueError, match="has weights that are no trainable parameters of ViT"):
-        sharpness.evaluate(networks.vit(), [batch], rho=0.1, pairs=pairs)
+    found = find(networks.bert())
+    with pytest.raises(ValueError, match="qk head 0' belongs to another model: ViTForImageClassification has no weight"):
+        sharpness.evaluate(model, [batch], rho=0.1, symmetries=found)
+    with pytest.raises(TypeError, match="as find"):
+        sharpness.evaluate(model, [batch], rho=0.1, symmetries=list(find(model).pairs))
     networks.projections(networks.vit_layers(model)[0].attention)[3].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="vo head 0' has weights that are no trainable parameters"):
-        sharpness.evaluate(model, [batch], rho=0.1, pairs=pairs)
+    given = sharpness.evaluate(model, [batch], rho=0.1, steps=2, symmetries=find(networks.vit()))
+    assert float(given) == float(sharpness.evaluate(model, [batch], rho=0.1, steps=2))
 
 
 class Gated(nn.Module):
@@ -195,10 +201,11 @@ def test_norms_add_up_and_random_vectors_are_horizontal(coordinates):
 
 def test_spectrum_is_that_of_the_products(coordinates):
     model, _, space = coordinates
-    products = [s.manifold().to_matrix(s.gather().detach()) for s in stacks(find_symmetric_pairs(model))]
+    weights = dict(model.named_parameters())
+    found = stacks(find(model).pairs, weights)
+    products = [s.manifold().to_matrix(s.gather(weights).detach()) for s in found]
     least = min(
-        float(torch.linalg.svdvals(p)[:, s.group.h - 1].min())
-        for p, s in zip(products, stacks(find_symmetric_pairs(model)), strict=True)
+        float(torch.linalg.svdvals(p)[:, s.group.h - 1].min()) for p, s in zip(products, found, strict=True)
     )
     assert space.spectrum() == (pytest.approx(least, rel=1e-9), 0)
     assert space.num_exited_pairs(space.random(torch.Generator())) == 0
