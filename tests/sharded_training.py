@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from quotient_manifolds.optim import QuotientSGD, create_quotient_lora_optimizer, create_quotient_optimizer
 from quotient_manifolds.optim.sharded import full
-from quotient_manifolds.symmetries import adapter_pairs, find_symmetric_pairs
+from quotient_manifolds.symmetries import adapter_pairs, find
 
-from .training import X, Y, lora, loss_of, trainable
+from . import training
+from .training import X, Y, lora, loss_of
 
 STEPS = 10
 KINDS = ("adam", "muon", "sgd")
@@ -56,12 +57,13 @@ def of_one_shape(way, dtype):
 def optimizer_of(model, way, kind):
     options = {"weight_decay": 0.1, "max_grad_norm": 0.3}
     if kind == "sgd":
-        pairs = find_symmetric_pairs(model) if way == "attention" else adapter_pairs(model)
-        return QuotientSGD(trainable(model), pairs, 0.05, 0.9, **options)
+        symmetries = find(model) if way == "attention" else adapter_pairs(model)
+        return QuotientSGD(training.trained(model), symmetries, 0.05, 0.9, **options)
     lr = 1e-2 if kind == "adam" else 0.05
     if way == "attention":  # queries and keys lie in one parameter with the values
-        pairs = [p for p in find_symmetric_pairs(model) if p.kind == "vo"]
-        return create_quotient_optimizer(model, lr=lr, optimizer=kind, pairs=pairs, **options)
+        return create_quotient_optimizer(
+            model, lr=lr, optimizer=kind, symmetries=find(model).of_kind(["vo"]), **options
+        )
     return create_quotient_lora_optimizer(model, lr=lr, optimizer=kind, **options)
 
 
@@ -171,10 +173,10 @@ def trained_by_trainer(folder, size):
     if size > 1:  # accelerate shards over several devices of one kind, of which processors are none (AcceleratorState)
         accelerate.PartialState._shared_state["distributed_type"] = accelerate.DistributedType.MULTI_GPU
     examples = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
-    training = Training(network("root", torch.float64), arguments, train_dataset=examples)
-    training.train()
-    assert size == 1 or all(isinstance(p, DTensor) for p in training.model.parameters())
-    return training.model
+    trainer = Training(network("root", torch.float64), arguments, train_dataset=examples)
+    trainer.train()
+    assert size == 1 or all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    return trainer.model
 
 
 def spoilt(rank, size):

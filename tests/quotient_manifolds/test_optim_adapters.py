@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+from dataclasses import replace
 
 import peft
 import peft.optimizers  # noqa: F401
@@ -21,17 +22,19 @@ from quotient_manifolds.optim import (
 )
 from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import (
+    Cause,
     adapter_pairs,
     apply_random_symmetry_,
-    find_symmetric_pairs,
+    find,
     lora_pairs_by_name,
     model_distance,
     verify,
 )
 from quotient_manifolds.symmetries.certificate import Certification
+from quotient_manifolds.weights import weights_of
 
 from ..networks import shake
-from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, train, trainable
+from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, point, train, trainable, trained
 
 
 class Words(nn.Module):
@@ -139,12 +142,12 @@ def test_adapters_switched_and_added_later():
     optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
     alone = lora()
     train(alone, optimizer_of(alone, "adam"), 4, schedule=False)
-    still = [p.gather().detach() for p in adapter_pairs(model, ["second"])]
+    still = [point(p, model) for p in adapter_pairs(model, ["second"]).pairs]
     train(model, optimizer, 4, schedule=False)
-    for p, q in zip(adapter_pairs(model, ["default"]), adapter_pairs(alone), strict=True):
-        assert torch.allclose(p.gather(), q.gather(), atol=1e-12)
-    for p, before in zip(adapter_pairs(model, ["second"]), still, strict=True):
-        assert torch.equal(p.gather(), before)
+    for p, q in zip(adapter_pairs(model, ["default"]).pairs, adapter_pairs(alone).pairs, strict=True):
+        assert torch.allclose(point(p, model), point(q, alone), atol=1e-12)
+    for p, before in zip(adapter_pairs(model, ["second"]).pairs, still, strict=True):
+        assert torch.equal(point(p, model), before)
     model.set_adapter("second")
     optimizer.zero_grad()
     losses = train(model, optimizer, 4, schedule=False)
@@ -154,7 +157,7 @@ def test_adapters_switched_and_added_later():
     model.double()
     optimizer.zero_grad()
     new = adapter_pairs(model, ["third"])
-    optimizer.add_param_group({"params": [b.tensor for p in new for b in p.G + p.H], "lr": 3e-2})
+    optimizer.add_param_group({"params": [w for w in trained(model) if "third" in w[0]], "lr": 3e-2})
     optimizer.add_pairs(new)
     losses = train(model, optimizer, 6, schedule=False)
     assert losses[-1] < losses[0]
@@ -273,11 +276,11 @@ def test_factors_above_one_width_train_invariantly(kind):
     config = peft.LoraConfig(r=6, target_modules=["2", "4"], rank_pattern={"4": 3}, init_lora_weights=False)
     one = peft.get_peft_model(net, config).double()
     two = copy.deepcopy(one)
-    for p in adapter_pairs(two):
+    for p in adapter_pairs(two).pairs:
         assert p.thin
-        x, h = p.gather().detach(), p.group.h
+        x, h = point(p, two), p.group.h
         A = torch.randn(h, h, dtype=x.dtype) + 3 * torch.eye(h, dtype=x.dtype)
-        p.scatter_(torch.cat([x[: p.n] @ torch.linalg.inv(A), x[p.n :] @ A.mT]))
+        p.scatter_(torch.cat([x[: p.n] @ torch.linalg.inv(A), x[p.n :] @ A.mT]), weights_of(two))
     x = torch.randn(16, 12, dtype=torch.float64)
     y = torch.sin(x[:, :1])
     assert torch.allclose(one(x), two(x), atol=1e-10)
@@ -343,10 +346,12 @@ def test_experts_are_pairs_that_train_alike_from_equivalent_starts(kind, full_ra
     two = moved(one)
     ids = torch.randint(61, (3, 9))
     assert torch.allclose(one(input_ids=ids).logits, two(input_ids=ids).logits, atol=1e-10)
-    assert len(adapter_pairs(one)) == 8
-    shapes = {(p.head, *sorted((p.n, p.m))) for p in adapter_pairs(one)}  # rows and columns swapped places in PEFT 0.20
+    assert len(adapter_pairs(one).pairs) == 8
+    shapes = {
+        (p.head, *sorted((p.n, p.m))) for p in adapter_pairs(one).pairs
+    }  # rows and columns swapped places in PEFT 0.20
     assert shapes == {(e, *s) for e in range(4) for s in ((12, 16), (16, 24))}
-    assert adapter_pairs(one)[1].name.endswith("lora expert 1 default")
+    assert adapter_pairs(one).pairs[1].name.endswith("lora expert 1 default")
     for model in (one, two):
         optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind, weight_decay=0.1, max_grad_norm=0.3)
         losses = []
@@ -366,7 +371,7 @@ def test_experts_are_pairs_that_train_alike_from_equivalent_starts(kind, full_ra
 @pytest.mark.parametrize("kind", ["adam", "muon"])
 def test_experts_without_tokens_wait_for_their_certificate(kind, monkeypatch):
     model = of_mixtral(experts=8)
-    still = [p.gather().detach() for p in adapter_pairs(model)]
+    still = [point(p, model) for p in adapter_pairs(model).pairs]
     optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind)
     seen, real = [], Certification.see
     monkeypatch.setattr(Certification, "see", lambda *args: seen.append(0) or real(*args))
@@ -376,9 +381,10 @@ def test_experts_without_tokens_wait_for_their_certificate(kind, monkeypatch):
         optimizer.step()
     assert 0 < len(optimizer._certification.open) < 16
     assert len(seen) == 5  # steps 1, 2, 3, 5 and 9
-    moves = [p not in optimizer._certification.open for p in adapter_pairs(model)]
-    for p, before, moved_ in zip(adapter_pairs(model), still, moves, strict=True):
-        G, H = p.gather().detach().split([p.n, p.m])
+    pairs = adapter_pairs(model).pairs
+    moves = [p not in optimizer._certification.open for p in pairs]
+    for p, before, moved_ in zip(pairs, still, moves, strict=True):
+        G, H = point(p, model).split([p.n, p.m])
         product = before[: p.n] @ before[p.n :].mT
         assert torch.allclose(G @ H.mT, product, atol=1e-12) is not moved_
 
@@ -415,7 +421,7 @@ def test_the_other_half_of_an_adapter_is_trained_by_adamw(layers, kind):
     for name in layers:
         model.base_model.model[int(name)].lora_A["default"].weight.requires_grad_(False)
     kept = copy.deepcopy(model.state_dict())
-    with pytest.warns(UserWarning, match=rf"AdamW trains {len(layers)} of 2 adapters, .*frozen: weight.*'base_model"):
+    with pytest.warns(UserWarning, match=rf"AdamW trains {len(layers)} of 2 adapters, .*frozen: .*weight.*'base_model"):
         optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind)
     losses = train(model, optimizer, 10, schedule=False)
     assert losses[-1] < losses[0]
@@ -460,13 +466,13 @@ def test_adapters_that_are_not_pefts_train_alike(kind, layers):
     torch.manual_seed(0)
     one = nn.Sequential(Kohya(nn.Linear(12, 12), 4, layers), nn.Tanh(), Kohya(nn.Linear(12, 9), 2, layers)).double()
     two = copy.deepcopy(one)
-    pairs = lora_pairs_by_name(one)
+    pairs = lora_pairs_by_name(one).pairs
     assert [(p.name, p.n, p.m, p.group.h, p.scale) for p in pairs] == [("0", 12, 12, 4, 1.5), ("2", 9, 12, 2, 3.0)]
-    assert [p.scale for p in lora_pairs_by_name(one, scale=0.5)] == [0.5, 0.5]
-    apply_random_symmetry_(two, 100.0, pairs=lora_pairs_by_name(two))
+    assert [p.scale for p in lora_pairs_by_name(one, scale=0.5).pairs] == [0.5, 0.5]
+    apply_random_symmetry_(two, 100.0, pairs=lora_pairs_by_name(two).pairs)
     assert torch.allclose(one(X), two(X), atol=1e-10)
     for model in (one, two):
-        optimizer = create_quotient_optimizer(model, lr=1e-2, optimizer=kind, pairs=lora_pairs_by_name(model))
+        optimizer = create_quotient_optimizer(model, lr=1e-2, optimizer=kind, symmetries=lora_pairs_by_name(model))
         losses = train(model, optimizer, 30)
         assert losses[-1] < losses[0]
     assert torch.allclose(one(X), two(X), atol=1e-8)
@@ -478,11 +484,11 @@ def test_factors_of_other_scripts_that_form_no_pair():
     """Those of fused layers, as loralib stacks them, and convolutions."""
     conv = nn.ModuleDict({"lora_down": nn.Conv2d(3, 2, 3), "lora_up": nn.Conv2d(2, 5, 1)})
     fused = nn.ModuleDict({"lora_down": nn.Linear(6, 4), "lora_up": nn.Linear(2, 12)})
-    convolution, refused = lora_pairs_by_name(nn.ModuleList([conv, fused]))
+    found = lora_pairs_by_name(nn.ModuleList([conv, fused]))
+    (convolution,), (refused,) = found.pairs, found.refused
     assert (convolution.group.h, convolution.n, convolution.m) == (2, 5, 27)
-    assert refused.reason == "lora_up and lora_down have no dimension in common"
-    conv.lora_up.requires_grad_(False)
-    assert lora_pairs_by_name(conv)[0].frozen
+    assert refused.reason == "lora_up.weight and lora_down.weight have no dimension in common"
+    assert lora_pairs_by_name(conv).restricted(["lora_down.weight"]).refused[0].cause is Cause.FROZEN
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -496,12 +502,12 @@ def test_unknown_attention_is_trained_as_its_message_says():
     model = transformers.MixtralForCausalLM(config).float()
     ids = torch.randint(61, (2, 9))
     batch = {"input_ids": ids, "labels": ids}
-    with pytest.raises(ValueError, match=r"\(MixtralAttention\) .*: pass pairs=") as refused:
+    with pytest.raises(ValueError, match=r"\(MixtralAttention\) .*: pass symmetries=") as refused:
         create_quotient_optimizer(model, lr=1e-3)
-    advice = str(refused.value).partition("pass pairs=")[2]
-    pairs = eval(advice, {"find_symmetric_pairs": find_symmetric_pairs, "model": model, "batch": batch})
-    optimizer = create_quotient_optimizer(model, lr=1e-2, pairs=pairs)
-    assert {p.kind for p in pairs if p.group is not None} == {"qk", "vo"}
+    advice = str(refused.value).partition("pass symmetries=")[2]
+    symmetries = eval(advice, {"find": find, "model": model, "batch": batch})
+    optimizer = create_quotient_optimizer(model, lr=1e-2, symmetries=symmetries)
+    assert {p.kind for p in symmetries.pairs} == {"qk", "vo"}
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
@@ -543,7 +549,7 @@ def test_attention_that_is_parametrised_is_named(change):
     with pytest.warns(UserWarning, match=r"AdamW trains \d of \d parts of the model, which.*'1\.self_attn"):
         create_quotient_optimizer(layers, lr=1e-2)
     with pytest.raises(ValueError, match=r"no pair \(G, H\) is among the parameters \(.*'self_attn"):
-        QuotientAdam(layers[1].parameters(), [p for p in find_symmetric_pairs(layers[1]) if p.group is None])
+        QuotientAdam(layers[1].named_parameters(), replace(find(layers[1]), pairs=()))
 
 
 def test_factors_without_shape_or_values_are_named():
@@ -564,7 +570,7 @@ def test_factors_without_shape_or_values_are_named():
     flat = model()
     for factors in (flat.base_model.model[0].lora_A, flat.base_model.model[0].lora_B):
         factors["default"].weight = nn.Parameter(torch.empty(0))  # what a rank of FSDP1 may see
-    with pytest.raises(ValueError, match=r"adapter 'default' in base_model.model.0 are no matrices, as FSDP1.*use DDP"):
+    with pytest.raises(ValueError, match=r"adapter 'default' in Linear are no matrices, as FSDP1.*use DDP"):
         create_quotient_lora_optimizer(flat, lr=1e-3)
 
 
@@ -578,10 +584,10 @@ def test_groups_of_a_trainer_train_the_classifier_at_its_own_rate(make, rate):
     groups = [
         {"params": [p for p in weights if (p.dim() > 1) is decays], "weight_decay": 0.0} for decays in (True, False)
     ]
-    optimizer = make(groups, pairs=adapter_pairs(model), lr=0.02)
+    optimizer = make(groups, symmetries=adapter_pairs(model), within=model, lr=0.02)
     head = model.base_model.model[2].modules_to_save["default"]
     other = nn.Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [other], "lr": 0.3})
+    optimizer.add_param_group({"params": [("other", other)], "lr": 0.3})
     before = [p.detach().clone() for p in head.parameters()]
     (train_loss := (model(X) - Y).square().mean()).backward()
     other.grad = torch.ones(2)
@@ -636,9 +642,9 @@ def test_entries_outside_pairs_have_the_rate_of_other_parameters(optimizer):
     """If V and O alone are pairs, Q and K share a parameter with V: they had the rate of the pairs, and decayed."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    pairs = [p for p in find_symmetric_pairs(layer) if p.kind == "vo"]
     rates = {"lr": 0.02, "other_params_lr": 1e-4}
-    made = create_quotient_optimizer(layer, pairs=pairs, optimizer=optimizer, weight_decay=0.5, **rates)
+    values = find(layer).of_kind(["vo"])
+    made = create_quotient_optimizer(layer, symmetries=values, optimizer=optimizer, weight_decay=0.5, **rates)
     weight, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
     bias.data.fill_(1.0)
     before = weight.detach().clone(), bias.detach().clone(), layer.linear1.weight.detach().clone()
@@ -723,7 +729,7 @@ def with_head(**options):
 
 
 def by_hand(model):
-    return QuotientAdam(trainable(model), adapter_pairs(model), 1e-2)
+    return QuotientAdam(trained(model), adapter_pairs(model), 1e-2, within=model)
 
 
 @pytest.mark.parametrize("steps", [0, 2])  # old gradients stay where a new model's zero_grad does not reach
@@ -780,7 +786,7 @@ def test_changed_scales_need_a_new_optimiser(change, tmp_path):
     change(model, tmp_path)
     loss_of(model).backward()
     before = [p.detach().clone() for p in model.parameters()]
-    for stale in (optimizer, QuotientAdam(trainable(model), pairs, 1e-2)):
+    for stale in (optimizer, QuotientAdam(trained(model), pairs, 1e-2, within=model)):
         with pytest.raises(ValueError, match=r"adapter 'default' has the scale \S+, but its pair has 2: hotswap"):
             stale.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -903,7 +909,7 @@ def compiled(model):
 @pytest.mark.parametrize("kind", ["adam", "muon"])
 def test_wrapped_models_are_walked_too(wrap, kind):
     model = lora()
-    optimizer = optimizer_of(model, kind, pairs=adapter_pairs(wrap(model)))
+    optimizer = optimizer_of(model, kind, symmetries=adapter_pairs(model), within=wrap(model))
     train(model, optimizer, 2, schedule=False)
     added_again(model)
     with contextlib.suppress(RuntimeError):
@@ -918,8 +924,8 @@ def test_balancing_keeps_the_function_and_evens_the_factors():
     names = canonicalize_lora_(model)
     assert len(names) == 2
     assert torch.allclose(model(X), before, atol=1e-10)
-    for p in adapter_pairs(model):
-        G, H = p.gather().detach().split([p.n, p.m])
+    for p in adapter_pairs(model).pairs:
+        G, H = point(p, model).split([p.n, p.m])
         M, N = G.T @ G, H.T @ H
         assert torch.allclose(M, N, atol=1e-10)
         assert torch.allclose(M, torch.diag(torch.diag(M)), atol=1e-10)

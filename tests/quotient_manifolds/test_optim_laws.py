@@ -21,15 +21,22 @@ from quotient_manifolds.symmetries import (
     GL,
     adapter_pairs,
     apply_random_symmetry_,
-    block,
     factor_pair,
-    find_symmetric_pairs,
+    find,
     pair,
+    slot,
 )
-from quotient_manifolds.symmetries.blocks import random_elements
+from quotient_manifolds.symmetries.slots import random_elements
 
 from ..networks import Encoder, bert, shake, vit
-from ..training import X, lora, loss_of, optimizer_of, products, train, trainable
+from ..training import X, lora, loss_of, optimizer_of, point, products, train, trainable
+
+
+def up_and_down(n, m, h, scale=1.0):
+    """A model of two layers, of which one is the product U D, and the pair (U, Dᵀ)."""
+    model = nn.ModuleDict({"up": nn.Linear(h, n, bias=False), "down": nn.Linear(m, h, bias=False)})
+    p = pair([slot(model, "up.weight")], [slot(model, "down.weight", transpose=True)], GL(h))
+    return model, model.up, model.down, replace(p, scale=scale)
 
 
 def exact_inverse_root(V):
@@ -82,12 +89,11 @@ def test_adam_against_explicit_frames(scale, start):
     n, m, h = 9, 7, 3
     G, H = (torch.zeros if start == "zero" else torch.randn)(n, h), torch.randn(m, h)
     target = torch.randn(n, m)
-    up, down = nn.Linear(h, n, bias=False), nn.Linear(m, h, bias=False)
+    model, up, down, p = up_and_down(n, m, h, scale)
     with torch.no_grad():
         up.weight.copy_(G)
         down.weight.copy_(H.T)
-    p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h)), scale=scale)
-    optimizer = QuotientAdam([up.weight, down.weight], [p], 0.02)
+    optimizer = QuotientAdam(model.named_parameters(), [p], 0.02)
     oracle = ExplicitAdam(scale, G, H, 0.02)
     for _ in range(12):
         optimizer.zero_grad()
@@ -103,13 +109,12 @@ def test_adam_against_explicit_frames(scale, start):
 @pytest.mark.parametrize(("h", "scale"), [(2, 1.0), (8, 0.3), (24, 4.0)])
 def test_the_first_step_is_as_long_at_any_rank_and_scale(h, scale):
     torch.manual_seed(0)
-    up, down = nn.Linear(h, 40, bias=False), nn.Linear(30, h, bias=False)
-    p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h)), scale=scale)
-    optimizer = QuotientAdam([up.weight, down.weight], [p], 1e-3)
-    G, H = p.gather().detach().split([40, 30])
+    model, up, down, p = up_and_down(40, 30, h, scale)
+    optimizer = QuotientAdam(model.named_parameters(), [p], 1e-3)
+    G, H = point(p, model).split([40, 30])
     (scale * up.weight @ down.weight - torch.randn(40, 30)).square().sum().backward()
     optimizer.step()
-    step = p.gather().detach()[:40] - G
+    step = point(p, model)[:40] - G
     assert float((scale * step @ H.T).norm()) == pytest.approx(1e-3 * (8 * 40) ** 0.5, rel=1e-6)
 
 
@@ -119,7 +124,7 @@ def test_a_constant_rate_stays_at_the_optimum():
     x, error = torch.randn(256, 32), 0.1 * torch.randn(256, 24)
     y = (x @ (torch.randn(24, 2) @ torch.randn(2, 32) / 6).mT + error).float()
     G, H = nn.Parameter(torch.zeros(24, 8).float()), nn.Parameter((0.2 * torch.rand(32, 8) - 0.1).float())
-    optimizer = QuotientAdam([G, H], [factor_pair(G, H)], 0.1)
+    optimizer = QuotientAdam([("G", G), ("H", H)], [factor_pair(G, H)], 0.1)
     losses = []
     for _ in range(500):
         optimizer.zero_grad()
@@ -135,17 +140,18 @@ def test_a_constant_rate_stays_at_the_optimum():
 def test_complex_pairs(dtype):
     """Planes that RoPE rotates: one complex number each."""
     torch.manual_seed(0)
-    q, k = nn.Linear(6, 4).to(dtype), nn.Linear(6, 4).to(dtype)
-    sides = [[b.part(0, 4, "half") for b in (block(m, "weight", transpose=True), block(m, "bias"))] for m in (q, k)]
+    model = nn.ModuleDict({name: nn.Linear(6, 4) for name in "qk"}).to(dtype)
+    sides = [[slot(model, f"{name}.weight", transpose=True), slot(model, f"{name}.bias")] for name in "qk"]
+    sides = [[s.part(0, 4, "half") for s in side] for side in sides]
     p = pair(*sides, GL(2, diagonal=True, field="complex"))
     C = torch.randn(7, 7, dtype=torch.complex128)
 
     def loss():
-        z = pair(*sides, GL(2, diagonal=True, field="complex")).gather().to(torch.complex128).squeeze(-1)
+        z = p.gather(dict(model.named_parameters())).to(torch.complex128).squeeze(-1)
         return ((z[:, :7].mT @ z[:, 7:].conj() - C).abs() ** 2).sum()
 
-    for make in (lambda: QuotientAdam([*q.parameters(), *k.parameters()], [p], 1e-2),
-                 lambda: QuotientSGD([*q.parameters(), *k.parameters()], [p], 1e-3, 0.9)):  # fmt: skip
+    for make in (lambda: QuotientAdam(model.named_parameters(), [p], 1e-2),
+                 lambda: QuotientSGD(model.named_parameters(), [p], 1e-3, 0.9)):  # fmt: skip
         optimizer = make()
         losses = []
         for _ in range(20):
@@ -155,7 +161,7 @@ def test_complex_pairs(dtype):
             optimizer.step()
             losses.append(float(found.detach()))
         assert losses[-1] < losses[0]
-    assert q.weight.dtype == dtype
+    assert model.q.weight.dtype == dtype
 
 
 def numbers(state):
@@ -196,7 +202,7 @@ def test_attention_trains_alike_from_equivalent_weights(make, kind):
             optimizer = create_quotient_optimizer(model, lr=3e-3, weight_decay=0.1, max_grad_norm=1.0)
         else:
             # The key bias has no gradient but rounding, which Adam's normalisation would lift out; SGD's does not.
-            optimizer = QuotientSGD(model.parameters(), find_symmetric_pairs(model), 1e-2, 0.9)
+            optimizer = QuotientSGD(model.named_parameters(), find(model), 1e-2, 0.9)
         for _ in range(15):
             optimizer.zero_grad()
             found = model(batch)
@@ -248,12 +254,11 @@ def test_against_singular_values(start):
     n, m, h = 9, 7, 3
     G, H = (torch.zeros if start == "zero" else torch.randn)(n, h), torch.randn(m, h)
     target = torch.randn(n, m)
-    up, down = nn.Linear(h, n, bias=False), nn.Linear(m, h, bias=False)
+    model, up, down, p = up_and_down(n, m, h, 2.0)
     with torch.no_grad():
         up.weight.copy_(G)
         down.weight.copy_(H.T)
-    p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h)), scale=2.0)
-    optimizer = QuotientMuon([up.weight, down.weight], [p], 0.05, 0.8, weight_decay=0.1)
+    optimizer = QuotientMuon(model.named_parameters(), [p], 0.05, 0.8, weight_decay=0.1)
     oracle = ExplicitMuon(G, H, 0.05, 0.8, 0.1, 2.0)
     for _ in range(12):
         optimizer.zero_grad()
@@ -283,13 +288,12 @@ def test_it_is_the_steepest_descent():
     """No other step of the same spectral norms descends faster, to first order."""
     torch.manual_seed(0)
     G, H, gradient = torch.randn(6, 3), torch.randn(5, 3), torch.randn(6, 3)
-    up, down = nn.Linear(3, 6, bias=False), nn.Linear(5, 3, bias=False)
+    model, up, down, p = up_and_down(6, 5, 3)
     with torch.no_grad():
         up.weight.copy_(G)
         down.weight.copy_(H.T)
-    p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(3))
     up.weight.grad, down.weight.grad = gradient, torch.zeros_like(down.weight)
-    optimizer = QuotientMuon([up.weight, down.weight], [p], 0.1)
+    optimizer = QuotientMuon(model.named_parameters(), [p], 0.1)
     optimizer.certify = False  # no loss has this gradient
     optimizer.step()
     step = up.weight.detach() - G
@@ -311,7 +315,7 @@ def test_scales_of_adapters_and_rates_of_the_rest():
     model = peft.get_peft_model(net, config)
     optimizer = create_quotient_lora_optimizer(model, lr=0.02, optimizer="muon")
     assert [(len(g["params"]), g["lr"]) for g in optimizer.param_groups] == [(4, 0.02), (2, 0.001)]
-    assert [p.scale for p in adapter_pairs(model)] == [pytest.approx(8 / 2**0.5), 4.0]
+    assert [p.scale for p in adapter_pairs(model).pairs] == [pytest.approx(8 / 2**0.5), 4.0]
     with pytest.raises(ValueError, match='optimizer must be "adam" or "muon"'):
         create_quotient_lora_optimizer(lora(), lr=0.02, optimizer="sgd")
 
@@ -340,7 +344,7 @@ def pair_of(G, H, dtype=torch.float64):
 def first_step(G, H, T, lr, **options):
     """Size of the first step along T, in the spectral norm, in units of the rate."""
     up, down, p = pair_of(G, H, T.dtype)
-    optimizer = QuotientMuon([up, down], [p], lr, **options)
+    optimizer = QuotientMuon([("G", up), ("H", down)], [p], lr, **options)
     before = (up.double() @ down.double().mT).detach()
     ((up @ down.mT) * T).sum().backward()
     optimizer.step()
@@ -390,7 +394,7 @@ def test_an_answer_of_lower_rank_is_reached(h, rank, noise, dtype):
     y = x @ (2 * U @ V.mT).mT + error  # 100 steps away
     G, H, p = pair_of(torch.zeros(n, h), (2 * torch.rand(m, h) - 1) / m**0.5, dtype)
     x, y = x.to(dtype), y.to(dtype)
-    optimizer = QuotientMuon([G, H], [p], lr)
+    optimizer = QuotientMuon([("G", G), ("H", H)], [p], lr)
     losses = []
     for _ in range(300):
         optimizer.zero_grad()
@@ -439,11 +443,10 @@ def test_the_first_step_in_float32_gives_numbers(start, width, lr, size):
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_the_first_step(scale):
-    up, down = nn.Linear(3, 6, bias=False), nn.Linear(5, 3, bias=False)
-    p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(3)), scale=scale)
-    G, H = p.gather().detach().split([6, 5])
+    model, up, down, p = up_and_down(6, 5, 3, scale)
+    G, H = point(p, model).split([6, 5])
     W = scale**2 * H.T @ H, scale**2 * G.T @ G + torch.linalg.inv(H.T @ H)
-    optimizer = QuotientSGD([up.weight, down.weight], [p], 0.1, 0.9, weight_decay=0.5)
+    optimizer = QuotientSGD(model.named_parameters(), [p], 0.1, 0.9, weight_decay=0.5)
     (up.weight @ down.weight).sin().sum().backward()
     optimizer.step()
     D = (G @ H.T).cos()
@@ -458,16 +461,15 @@ def test_the_floor_bounds_the_term_of_second_order():
     Rows of the first d have norm √h, ‖K_G⁻¹ K_H⁻ᴴ‖₂ ≤ 1, and steps are multiplied by √(8/h): ‖ξ_G ξ_Hᴴ‖ ≤ 8 η² √(nm).
     """
     torch.manual_seed(0)
-    up, down = nn.Linear(3, 9, bias=False), nn.Linear(7, 3, bias=False)
+    model, up, down, p = up_and_down(9, 7, 3)
     with torch.no_grad():
         up.weight.copy_(torch.randn(9, 3) @ torch.diag(torch.tensor([1.0, 1e-3, 1e-9])))
-    p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(3))
     lr = 1e-2
-    optimizer = QuotientAdam([up.weight, down.weight], [p], lr)
-    before = p.gather().detach()
+    optimizer = QuotientAdam(model.named_parameters(), [p], lr)
+    before = point(p, model)
     (up.weight @ down.weight - torch.randn(9, 7)).square().sum().backward()
     optimizer.step()
-    (dG, dH), H = (p.gather().detach() - before).split([9, 7]), before[9:]
+    (dG, dH), H = (point(p, model) - before).split([9, 7]), before[9:]
     assert (dG @ dH.T).norm() <= 8 * lr**2 * (9 * 7) ** 0.5
     assert (dG @ H.T).norm() > lr
 
@@ -506,7 +508,7 @@ def test_a_schedule_of_momentum_follows_the_rule_of_gradient_descent(momenta):
     """
     torch.manual_seed(0)
     G, H = (nn.Parameter(torch.randn(n, 2)) for n in (9, 7))
-    optimizer = QuotientSGD([G, H], [factor_pair(G, H)], lr=1e-6, momentum=momenta[0])
+    optimizer = QuotientSGD([("G", G), ("H", H)], [factor_pair(G, H)], lr=1e-6, momentum=momenta[0])
     optimizer.certify = False
     G.grad, H.grad = torch.randn(9, 2), torch.zeros(7, 2)
     multiple, lengths, wanted = 0.0, [], []
