@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
-from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries import SymmetricPair, adapter_pairs, apply_random_symmetry_
+from quotient_manifolds.weights import weights_of
 from reproduction.alignment import align
 from sharpness.plots import figure
 
@@ -46,14 +47,14 @@ def adapted(options: argparse.Namespace, seed: int, base: dict[str, Tensor] | No
     return model.eval()
 
 
-def adapters(model: nn.Module) -> list[SymmetricPair]:
+def adapters(model: nn.Module) -> tuple[SymmetricPair, ...]:
     """The pairs (B, A), one a layer."""
-    return [p for p in find_symmetric_pairs(model) if p.kind == "lora"]
+    return adapter_pairs(model).pairs
 
 
 def points(model: nn.Module) -> list[Tensor]:
     """The adapters as points, in float64."""
-    return [p.gather().detach().double() for p in adapters(model)]
+    return [p.gather(weights_of(model)).detach().double() for p in adapters(model)]
 
 
 def main() -> None:
@@ -78,13 +79,14 @@ def main() -> None:
         pairs, (a, b) = adapters(one), (points(m) for m in (one, two))
 
         def loss(at: list[Tensor], one: nn.Module = one, pairs: Any = pairs) -> tuple[float, float]:
+            weights = weights_of(one)
             with torch.no_grad():
-                before = [p.gather() for p in pairs]
+                before = [p.gather(weights) for p in pairs]
                 for p, z in zip(pairs, at, strict=True):
-                    p.scatter_(z.float())
+                    p.scatter_(z.float(), weights)
                 scores = one(-test[0])
                 for p, z in zip(pairs, before, strict=True):
-                    p.scatter_(z)
+                    p.scatter_(z, weights)
             return float(F.cross_entropy(scores, test[1])), float((scores.argmax(1) == test[1]).double().mean())
 
         paths: dict[str, list[list[Tensor]]] = {

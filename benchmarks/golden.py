@@ -132,12 +132,12 @@ def steps(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
     """Losses after five steps of each optimiser, and of GeodesicSAM."""
     import sharpness
     from quotient_manifolds.optim import QuotientSGD, create_quotient_optimizer
-    from quotient_manifolds.symmetries import find_symmetric_pairs
+    from quotient_manifolds.symmetries import find
 
     def sgd(m: nn.Module) -> Any:
-        pairs = find_symmetric_pairs(m, key_bias="drop")
-        held = {p for pair in pairs for p in pair.parameters()}
-        return QuotientSGD([p for p in m.parameters() if p in held], pairs, lr=1e-2, momentum=0.5)
+        found = find(m).without_null()
+        held = {name for p in (*found.pairs, *found.refused) for name in p.names}
+        return QuotientSGD([w for w in m.named_parameters() if w[0] in held], found, lr=1e-2, momentum=0.5)
 
     def sam(m: nn.Module) -> Any:
         base = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.05)

@@ -31,24 +31,24 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from quotient_manifolds.optim import QuotientAdam, QuotientMuon, QuotientSGD
-from quotient_manifolds.symmetries import GL, SymmetricPair, block, pair
+from quotient_manifolds.symmetries import GL, SymmetricPair, pair, slot
 
 
 def adapters(
     count: int, rank: int, width: int, *, sharded: bool = False
-) -> tuple[list[nn.Parameter], list[SymmetricPair]]:
+) -> tuple[dict[str, nn.Parameter], list[SymmetricPair]]:
     """Factors with gradients, and their pairs."""
-    found: list[SymmetricPair] = []
-    params: list[nn.Parameter] = []
+    model, found = nn.Sequential(), list[SymmetricPair]()
     for i in range(count):
         A, B = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
         if sharded:
             fully_shard([A, B])
-        found.append(pair([block(B, "weight")], [block(A, "weight", transpose=True)], GL(rank), name=f"adapter {i}"))
-        params += [A.weight, B.weight]
-    for p in params:
+        model.extend([A, B])
+        G, H = slot(model, f"{2 * i + 1}.weight"), slot(model, f"{2 * i}.weight", transpose=True)
+        found.append(pair([G], [H], GL(rank), name=f"adapter {i}"))
+    for p in model.parameters():
         p.grad = 1e-2 * torch.randn_like(p)
-    return params, found
+    return dict(model.named_parameters()), found
 
 
 def numbers(optimizer: torch.optim.Optimizer) -> int:
@@ -59,8 +59,9 @@ def numbers(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() for t in of_params + of_buckets if isinstance(t, torch.Tensor))
 
 
-def optimizers(params: list[nn.Parameter], pairs: list[SymmetricPair]) -> dict[str, Any]:
+def optimizers(named: dict[str, nn.Parameter], pairs: list[SymmetricPair]) -> dict[str, Any]:
     """What makes them, by name."""
+    params = list(named.items())
     return {
         "AdamW, fused": lambda: torch.optim.AdamW(params, 1e-5, fused=True),
         "AdamW, foreach": lambda: torch.optim.AdamW(params, 1e-5, foreach=True),
@@ -79,7 +80,7 @@ def resident(device: str) -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def alone(name: str, params: list[nn.Parameter], pairs: list[SymmetricPair], device: str) -> None:
+def alone(name: str, params: dict[str, nn.Parameter], pairs: list[SymmetricPair], device: str) -> None:
     """Print the peak of three steps above what is in use before."""
     with torch.device(device):
         for which in (adapters(2, 2, 8), (params, pairs)):
@@ -89,7 +90,7 @@ def alone(name: str, params: list[nn.Parameter], pairs: list[SymmetricPair], dev
             for _ in range(3):
                 optimizer.step()
     most = resident(device) if device.startswith("cuda") else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps((most - before) / sum(p.numel() * p.element_size() for p in params)))
+    print(json.dumps((most - before) / sum(p.numel() * p.element_size() for p in params.values())))
 
 
 def peak(name: str) -> float:
@@ -168,7 +169,7 @@ def main() -> None:
     torch.manual_seed(0)
     on_gpu = options.device.startswith("cuda")
     # First, for a process begins with the largest resident set of the one that starts it.
-    peaks = {name: peak(name) for name in optimizers([], [])} if options.memory and not options.one else {}
+    peaks = {name: peak(name) for name in optimizers({}, [])} if options.memory and not options.one else {}
     with torch.device(options.device):
         params, pairs = adapters(options.adapters, options.rank, options.width)
 
@@ -191,7 +192,7 @@ def main() -> None:
                 spent[name].append(clock() - start)
     medians = {name: statistics.median(times) for name, times in spent.items()}
     key_of_time = "gpu_ms" if on_gpu else "cpu_ms"
-    weights = sum(p.numel() for p in params)
+    weights = sum(p.numel() for p in params.values())
     rows: list[dict[str, Any]] = [
         {
             "optimiser": name, "adapters": options.adapters, "rank": options.rank, "width": options.width,

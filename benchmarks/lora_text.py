@@ -42,6 +42,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds.optim import create_quotient_lora_optimizer
 from quotient_manifolds.symmetries import adapter_pairs
+from quotient_manifolds.weights import weights_of
 
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 GRID = (3e-3, 1e-3, 1e-2, 3e-4, 3e-2)
@@ -166,13 +167,13 @@ def adapted(model: Path, rank: int, classes: int, scale: str = "") -> nn.Module:
 
 def move(model: nn.Module, condition: float, seed: int) -> None:
     """Replace the factors by equivalent ones; B = 0 stays 0."""
-    generator = torch.Generator().manual_seed(seed)
-    for p in adapter_pairs(model):
-        x = p.gather().detach().double()
-        U, _, Vh = torch.linalg.svd(torch.randn(p.group.h, p.group.h, generator=generator, dtype=x.dtype))  # type: ignore[union-attr]
+    generator, weights = torch.Generator().manual_seed(seed), weights_of(model)
+    for p in adapter_pairs(model).pairs:
+        x = p.gather(weights).detach().double()
+        U, _, Vh = torch.linalg.svd(torch.randn(p.group.h, p.group.h, generator=generator, dtype=x.dtype))
         M = (U * condition ** torch.linspace(-0.5, 0.5, len(U), dtype=x.dtype)) @ Vh
         G, H = x.split([p.n, p.m])
-        p.scatter_(torch.cat([G @ torch.linalg.inv(M), H @ M.mT]).float())
+        p.scatter_(torch.cat([G @ torch.linalg.inv(M), H @ M.mT]).float(), weights)
 
 
 def train(

@@ -22,6 +22,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from torch.nn import functional as F
 from quotient_manifolds.optim import create_quotient_optimizer
 from quotient_manifolds.optim.metric import StepMetric, trace
 from quotient_manifolds.optim.stack import Stack
-from quotient_manifolds.symmetries import GL, SymmetricPair, block, find_symmetric_pairs, pair
+from quotient_manifolds.symmetries import GL, SymmetricPair, find, pair, slot
 
 RATES = tuple(round(m * 10.0**e, 9) for e in range(-5, 2) for m in (1, 2, 5))
 TUNING, SEEDS = (100, 101), (0, 1, 2, 3, 4)
@@ -126,13 +127,13 @@ class MuonByHead(torch.optim.Muon):
         super().step(closure)
 
 
-def unrotated(p: SymmetricPair) -> SymmetricPair:
+def unrotated(p: SymmetricPair, model: nn.Module) -> SymmetricPair:
     """The pair that queries and keys of a head would be without RoPE."""
-    if p.part != "rotary":
+    if p.part != "rotary" or p.head is None:
         return p
     size = WIDTH // HEADS
     rows = slice(size * p.head, size * (p.head + 1))
-    G, H = (block(side[0].module, "weight", rows, transpose=True) for side in (p.G, p.H))
+    G, H = (slot(model, side[0].name, rows, transpose=True) for side in (p.G, p.H))
     return pair([G], [H], GL(size), name=p.name)
 
 
@@ -148,14 +149,14 @@ def optimizers(model: nn.Module, method: Method, unit: Unit) -> list[torch.optim
     attention, hidden = method.attention, method.hidden
     if attention.startswith("quotient"):
         kind = attention.split()[1]
-        pairs = find_symmetric_pairs(model, key_bias="drop")
+        found = find(model).without_null()
         if kind in ("qk", "vo"):
-            pairs = [p for p in pairs if p.kind == kind]
+            found = found.of_kind([kind])
         if kind == "whole":
-            pairs = [unrotated(p) for p in pairs]
+            found = replace(found, pairs=tuple(unrotated(p, model) for p in found.pairs))
         own = {} if kind == "adam" else {"momentum": MOMENTUM}
         made = create_quotient_optimizer(
-            model, lr=unit.lr, optimizer="adam" if kind == "adam" else "muon", pairs=pairs, others=hidden,
+            model, lr=unit.lr, optimizer="adam" if kind == "adam" else "muon", symmetries=found, others=hidden,
             other_params_lr=unit.other_lr, weight_decay=unit.decay, **own,
         )  # fmt: skip
         made.certify = kind != "whole"

@@ -26,10 +26,11 @@ def adapted(base: nn.Module, condition: float) -> nn.Module:
     targets = ["q_proj", "v_proj", "query", "value"]  # the latter two before transformers 5.9
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, modules_to_save=["classifier"])
     model: nn.Module = peft.get_peft_model(copy.deepcopy(base), config)
-    for pair in adapter_pairs(model):
-        B, At = pair.gather().detach().split([pair.n, pair.m])
+    weights = dict(model.named_parameters())
+    for pair in adapter_pairs(model).pairs:
+        B, At = pair.gather(weights).detach().split([pair.n, pair.m])
         M = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), At.shape[1])
-        pair.scatter_(torch.cat([B, At / M]))  # B is zero, so that the product stays
+        pair.scatter_(torch.cat([B, At / M]), weights)  # B is zero, so that the product stays
     return model
 
 

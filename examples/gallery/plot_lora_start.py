@@ -35,9 +35,10 @@ def adapted(condition):
     modules = ["q_proj", "v_proj", "query", "value"]  # the latter two before transformers 5.9
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=modules, modules_to_save=["classifier"])
     model = peft.get_peft_model(copy.deepcopy(base), config)
-    for pair in adapter_pairs(model):
-        B, At = pair.gather().detach().split([pair.n, pair.m])
-        pair.scatter_(torch.cat([B, At / torch.logspace(0, -condition, At.shape[1])]))  # B is zero
+    weights = dict(model.named_parameters())
+    for pair in adapter_pairs(model).pairs:
+        B, At = pair.gather(weights).detach().split([pair.n, pair.m])
+        pair.scatter_(torch.cat([B, At / torch.logspace(0, -condition, At.shape[1])]), weights)  # B is zero
     return model
 
 
