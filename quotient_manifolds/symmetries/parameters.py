@@ -122,8 +122,8 @@ def _check_points(points: dict[PairStack, ManifoldParameter], model: nn.Module, 
         if len(places) != 1:
             raise ValueError(
                 f"a weight of shape {tuple(weight.shape)} is a parameter of {len(places)} modules of the model "
-                f"({', '.join(places) or 'none'}), but one has to compute it from its point; untie it, or pass pairs= "
-                "without it"
+                f"({', '.join(places) or 'none'}), but one has to compute it from its point; untie it, or pass "
+                "symmetries= without it"
             )
 
 

@@ -14,12 +14,13 @@ from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import (
     GL,
     NotASymmetryError,
+    Symmetries,
     apply_random_symmetry_,
-    block,
-    find_symmetric_pairs,
+    find,
     manifold_parameters_,
     pair,
     plain_parameters_,
+    slot,
     verify,
 )
 from quotient_manifolds.symmetries.points import Point
@@ -80,7 +81,7 @@ def test_same_function_same_sharpness_and_back_bit_for_bit(name):
     expected = outputs(model, batch)
     points = manifold_parameters_(twin, "inv")
     assert all(isinstance(p, geoopt.ManifoldParameter) and p.manifold.metric.name == "inv" for p in points)
-    assert sum(len(p) for p in points) == sum(p.group is not None for p in find_symmetric_pairs(model))
+    assert sum(map(len, points)) == len(find(model).pairs)
     torch.testing.assert_close(outputs(twin, batch), expected, rtol=1e-12, atol=1e-14)
     one, two = (
         sharpness.evaluate(m, [batch], loss, rho=0.1, steps=4, restarts=1, progress=False) for m in (model, twin)
@@ -101,7 +102,7 @@ def test_same_function_same_sharpness_and_back_bit_for_bit(name):
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert all(p is parameters[key] and p.requires_grad for key, p in twin.named_parameters())
     assert type(twin) is type(model)
-    assert [p.name for p in find_symmetric_pairs(twin)] == [p.name for p in find_symmetric_pairs(model)]
+    assert find(twin) == find(model)
 
 
 def test_a_wrong_conversion_is_noticed(monkeypatch):
@@ -284,21 +285,21 @@ def test_training_on_points_moves_the_function_and_ends_in_ordinary_weights():
 @pytest.mark.parametrize("name", ["torch", "llama"])
 def test_points_are_certified_as_pairs(name, dtype):
     model, batch = made(name)
-    names = {p.name for p in find_symmetric_pairs(model) if p.group is not None}
+    names = {p.name for p in find(model).pairs}
     model.to(dtype)
     manifold_parameters_(model)
     batch = batch.to(dtype) if isinstance(batch, torch.Tensor) else batch
     certificate = verify(model, batch)
     assert certificate.ok
-    assert {p.name for p in find_symmetric_pairs(model) if p.group is not None} == names
+    assert {p.name for p in find(model).pairs} == names
 
 
 def test_entries_in_no_pair_stay_parameters():
     """Three of four heads: the others' rows are trained as before."""
     model, x = made("torch")
-    first = [p for p in find_symmetric_pairs(model) if p.head == 0]
+    first = Symmetries(tuple(p for p in find(model).pairs if p.head == 0))
     expected, before = outputs(model, x), state(model)
-    manifold_parameters_(model, pairs=first)
+    manifold_parameters_(model, symmetries=first)
     rest = model.self_attn.parametrizations.in_proj_weight.original
     assert rest.shape == (24, 8)
     assert rest.requires_grad
@@ -314,7 +315,7 @@ def test_entries_in_no_pair_stay_parameters():
 def test_dropped_key_biases_stay_parameters(name):
     model, batch = made(name)
     expected, before = outputs(model, batch), state(model)
-    points = manifold_parameters_(model, pairs=find_symmetric_pairs(model, key_bias="drop"))
+    points = manifold_parameters_(model, symmetries=find(model).without_null())
     assert points[0].shape[1] == points[0].manifold.n + points[0].manifold.m == 2 * (8 if name == "torch" else 16) + 1
     torch.testing.assert_close(outputs(model, batch), expected, rtol=0, atol=0)
     plain_parameters_(model)
@@ -323,9 +324,10 @@ def test_dropped_key_biases_stay_parameters(name):
 
 def test_pairs_of_your_own_with_a_diagonal_group():
     model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double(), torch.randn(5, 4)
-    G, H = [block(model[0], "weight", transpose=True), block(model[0], "bias")], [block(model[1], "weight")]
+    G, H = [slot(model, "0.weight", transpose=True), slot(model, "0.bias")], [slot(model, "1.weight")]
     expected = model(x)
-    (point,) = manifold_parameters_(model, pairs=[pair(G, H, GL(3, diagonal=True))])
+    mine = find(model).adding(pair(G, H, GL(3, diagonal=True)))
+    (point,) = manifold_parameters_(model, symmetries=mine)
     assert tuple(point.shape) == (1, 3, 7, 1)
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
     assert float(sharpness.evaluate(model, [x], loss, rho=0.1, progress=False)) > 0
@@ -349,7 +351,7 @@ def test_what_cannot_become_a_point_is_refused_and_nothing_changes():
     twice = nn.Sequential(model, nn.Linear(8, 8))
     twice[1].weight = model.self_attn.out_proj.weight
     with pytest.raises(ValueError, match="is a parameter of 2 modules"):
-        manifold_parameters_(twice, pairs=find_symmetric_pairs(model))
+        manifold_parameters_(twice)
     with pytest.raises(ValueError, match="no point of the quotient"):
         manifold_parameters_(made("torch")[0].bfloat16())
     lora, x = adapted(nn.Sequential(nn.Linear(6, 4)), ["0"]), torch.randn(5, 6)
@@ -364,7 +366,7 @@ def test_the_optimisers_of_this_package_train_real_points_and_say_so_of_complex_
     twin = copy.deepcopy(model)
     manifold_parameters_(twin)
     for m in (model, twin):
-        optimizer = create_quotient_optimizer(m, lr=1e-2, pairs=find_symmetric_pairs(m))
+        optimizer = create_quotient_optimizer(m, lr=1e-2, symmetries=find(m))
         for _ in range(3):
             optimizer.zero_grad()
             loss(m, batch).backward()
@@ -378,11 +380,11 @@ def test_the_optimisers_of_this_package_train_real_points_and_say_so_of_complex_
 
 def test_two_kinds_in_two_calls():
     model, batch = made("bert")
-    pairs, expected = find_symmetric_pairs(model), outputs(model, batch)
-    manifold_parameters_(model, "inv", pairs=[p for p in pairs if p.kind == "qk"])
+    before, expected = find(model), outputs(model, batch)
+    manifold_parameters_(model, "inv", symmetries=before.of_kind(["qk"]))
     manifold_parameters_(model, "mix")
     points = [p for p in model.parameters() if isinstance(p, geoopt.ManifoldParameter)]
     assert [p.manifold.metric.name for p in points] == ["inv", "mix"]
     torch.testing.assert_close(outputs(model, batch), expected, rtol=0, atol=0)
-    found = find_symmetric_pairs(model)
-    assert [(p.name, p.metric) for p in found] == [(p.name, {"qk": "inv", "vo": "mix"}[p.kind]) for p in pairs]
+    expected = [(p.name, {"qk": "inv", "vo": "mix"}[p.kind]) for p in before.pairs]
+    assert [(p.name, p.metric) for p in find(model).pairs] == expected
