@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
 
@@ -111,20 +114,15 @@ class Symmetries:
         Raises
         ------
         ValueError
-            One has the name of another, or shares a slot with it.
+            One has the name of another, or shares numbers with it.
         """
-        check_pairs(pairs)
-        taken = {s: p.name for p in self.pairs for s in p.slots}
         names = {p.name for p in (*self.pairs, *self.refused)}
-        for p in pairs:
+        for p in check_pairs(pairs):
             if p.name in names:
                 raise ValueError(f"two pairs are called {p.name!r}; give each of yours another name: pair(…, name=…)")
             names.add(p.name)
-            for s in p.slots:
-                if s in taken:
-                    raise ValueError(f"pair {p.name!r} uses a slot that already belongs to pair {taken[s]!r}")
-            taken.update(dict.fromkeys(p.slots, p.name))
-        mine = {s.name for p in pairs for s in p.slots}
+        _check_disjoint(self.pairs, pairs)
+        mine = {name for p in pairs for name in p.names}
         left = tuple(r for r in self.refused if r.cause is not Cause.UNNAMED or not _holds(r.module, mine))
         return replace(self, pairs=(*self.pairs, *pairs), refused=left)
 
@@ -171,4 +169,21 @@ _OF_HEADS = ("qk", "vo", "lora", "attention")
 
 def _holds(module: str, names: Iterable[str]) -> bool:
     """Return whether a module holds a weight of some names."""
-    return any(name.startswith(f"{module}.") for name in names)
+    return any(not module or name.startswith(f"{module}.") for name in names)
+
+
+def _check_disjoint(pairs: Sequence[SymmetricPair], new: Sequence[SymmetricPair]) -> None:
+    """Raise for a new pair that shares numbers with another one."""
+    every, mine = (*pairs, *new), {name for p in new for name in p.names}
+    places = Counter(s.name for p in every for s in p.slots)
+    owners: dict[object, Tensor] = {}  # of every number of the weights in several slots: the pair it belongs to, from 1
+    for i, p in enumerate(every):
+        for s in p.slots if mine.intersection(p.names) else ():
+            if places[s.name] > 1:
+                own = s.of(owners.setdefault((s.name, s.shape), torch.zeros(s.shape, dtype=torch.int32)))
+                if i >= len(pairs) and (owner := int(own.max())):
+                    raise ValueError(
+                        f"pair {p.name!r} uses numbers of {s.name!r} that already belong to pair "
+                        f"{every[owner - 1].name!r}"
+                    )
+                own.fill_(i + 1)

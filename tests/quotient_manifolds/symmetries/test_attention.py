@@ -8,10 +8,11 @@ from quotient_manifolds.passes import Wide, widened
 from quotient_manifolds.symmetries import (
     Heads,
     Projection,
+    SymmetricPair,
     UnknownAttentionError,
     attention_pairs,
     check_coverage,
-    find_symmetric_pairs,
+    find,
     registry,
     verify,
 )
@@ -44,8 +45,8 @@ def null_dimension(module, run, tolerance):
 
 def predicted(module):
     """Group dimensions of all pairs, and the null directions that the key bias spans."""
-    pairs = [p for p in find_symmetric_pairs(module) if p.group is not None]
-    return sum(p.group.dimension for p in pairs) + sum(b.size[1] for p in pairs for b in p.null)
+    found = find(module)
+    return found.dimension + sum(s.size[1] for p in found.pairs for s in p.null)
 
 
 class BertLayerWithoutNorm(nn.Module):
@@ -131,8 +132,8 @@ class Renamed(nn.Linear):
 
 def test_modules_that_are_no_linear_maps_are_refused_with_a_reason():
     def pairs(query):
-        k, v, o = (Projection(nn.Linear(8, 8)) for _ in range(3))
-        return list(attention_pairs("layer", Heads(2), q=Projection(query), k=k, v=v, o=o))
+        layer = nn.ModuleDict({"q": query, **{name: nn.Linear(8, 8) for name in "kvo"}})
+        return attention_pairs(Heads(2), **{name: Projection(layer, name) for name in "qkvo"})
 
     for query, reason in (
         (OwnForward(8, 8), "OwnForward is a subclass of Linear with its own forward"),
@@ -140,8 +141,8 @@ def test_modules_that_are_no_linear_maps_are_refused_with_a_reason():
     ):
         found = pairs(query)
         assert {p.reason for p in found if p.kind == "qk"} == {reason}
-        assert all(p.group is not None for p in found if p.kind == "vo")
-    assert all(p.group is not None for p in pairs(Renamed(8, 8)))
+        assert all(isinstance(p, SymmetricPair) for p in found if p.kind == "vo")
+    assert all(isinstance(p, SymmetricPair) for p in pairs(Renamed(8, 8)))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -152,10 +153,10 @@ def test_quantised_weights_are_refused_layer_by_layer(bits, known, monkeypatch):
     model.bert.encoder.layer[1].requires_grad_(True)
     if not known:
         monkeypatch.setattr(registry, "_HANDLERS", ByClass())
-    found = find_symmetric_pairs(model, batch=None if known else batch)
-    for p in found:
-        assert p.reason.startswith("quantised: the weight has dtype") == ("layer.0." in p.module), p.reason
-    assert [str(p.group) for p in found if "layer.1." in p.module] == ["GL(32)"] * 4
+    found = find(model, None if known else batch)
+    assert all(p.reason.startswith("quantised: the weight has dtype") for p in found.refused)
+    assert {p.module for p in found.refused} == {"bert.encoder.layer.0.attention"}
+    assert [(p.module, str(p.group)) for p in found.pairs] == [("bert.encoder.layer.1.attention", "GL(32)")] * 4
     report = verify(model, batch)
     assert report.ok, str(report)
     assert len(report.residuals) == 4
@@ -207,8 +208,8 @@ def test_rows_of_one_matrix(blocks, order):
     split = {c: part.reshape(-1, size, 8) for c, part in zip(order, parts, strict=True)}
     place = Heads(heads, kv_heads, size, blocks=blocks, order=order)
     layer.o = nn.Linear(heads * size, 8)
-    for p in roles_of(layer).pairs("", qk=place, vo=place):
-        x, g = p.gather(), p.head * kv_heads // heads
+    for p in roles_of(layer).pairs(qk=place, vo=place):
+        x, g = p.gather(dict(layer.named_parameters())), p.head * kv_heads // heads
         first, second = ("q", "k") if p.kind == "qk" else ("v", None)
         assert torch.equal(x[:8].T, split[first][p.head if first == "q" else g])
         if second:
@@ -247,9 +248,11 @@ def test_tensors_with_an_axis_of_heads():
     layer.o = nn.Linear(6, 8)
     layer.r_kernel, layer.r_w_bias = nn.Parameter(torch.randn(5, 2, 3)), nn.Parameter(torch.randn(2, 3))
     place = Heads(2, 2, 3)
-    _, _, qk, _ = roles_of(layer).pairs("", qk=place, vo=place)
+    _, _, qk, _ = roles_of(layer).pairs(qk=place, vo=place)
     q, k = (torch.cat([m.weight[3:].T, m.bias[None, 3:]]) for m in (layer.q, layer.k))
-    assert torch.equal(qk.gather(), torch.cat([q, layer.r_w_bias[1:], k, layer.r_kernel[:, 1]]))
+    assert torch.equal(
+        qk.gather(dict(layer.named_parameters())), torch.cat([q, layer.r_w_bias[1:], k, layer.r_kernel[:, 1]])
+    )
 
 
 #: What is found of tiny layers, and what else leaves the outputs as they are: a latent vector of r dimensions is
@@ -262,7 +265,7 @@ LAYERS = {"deepseek_v2": (8 + 8 + 2, 10), "deepseek_v3": (8 + 8 + 2, 6 + 3)}
 def test_nothing_is_missed(name):
     model, batch = zoo.transformers_model(name, **zoo.LAYERS[name])
     (path, module), *_ = candidates(model, ()).items()
-    pairs = [p for p in find_symmetric_pairs(model, batch=batch) if p.group is not None and p.module == path]
+    pairs = [p for p in find(model, batch).pairs if p.module == path]
     call = {}
     module.register_forward_pre_hook(lambda m, args, kwargs: call.update(kwargs), with_kwargs=True)
     with torch.no_grad():
@@ -299,9 +302,9 @@ def test_what_has_no_gradient_is_not_certified():
         with Wide():
             return model(**batch)
 
-    found = find_symmetric_pairs(model, batch=batch, forward=outputs)
-    assert {p.reason for p in found if p.kind == "qk"} == {"not certified: the gradient is zero"}
-    assert {str(p.group) for p in found if p.kind == "vo"} == {"GL(6)"}
+    found = find(model, batch, forward=outputs)
+    assert {(p.kind, p.reason) for p in found.refused} == {("qk", "not certified: the gradient is zero")}
+    assert {(p.kind, str(p.group)) for p in found.pairs} == {("vo", "GL(6)")}
     with pytest.raises(UnknownAttentionError, match="the gradient is zero"):
         check_coverage(model, outputs, found)
 
@@ -334,5 +337,6 @@ class Latent(nn.Module):
 
 @pytest.mark.parametrize(("gated", "values"), [(False, "GL(3)"), (True, "(ℝ*)^3")])
 def test_latent_attention_without_a_rotated_part(gated, values):
-    found = find_symmetric_pairs(nn.Sequential(Latent(gated)), batch=torch.randn(2, 5, 6))
-    assert [(p.kind, str(p.group)) for p in found] == [("qk", "GL(2)"), ("vo", values)] * 2
+    found = find(nn.Sequential(Latent(gated)), torch.randn(2, 5, 6))
+    assert [(p.kind, str(p.group)) for p in found.pairs] == [("qk", "GL(2)"), ("vo", values)] * 2
+    assert found.refused == ()

@@ -118,9 +118,7 @@ def test_key_bias_can_be_quotiented_out():
             layer.attention.self.key.bias.add_(torch.randn(16))
     torch.testing.assert_close(model(**batch).loss, shifted(**batch).loss)
     for found, moves in ((keep, True), (drop, False)):
-        one, two = (
-            float(sharpness.evaluate(m, [batch], rho=0.1, steps=5, symmetries=found)) for m in (model, shifted)
-        )
+        one, two = (float(sharpness.evaluate(m, [batch], rho=0.1, steps=5, symmetries=found)) for m in (model, shifted))
         assert (abs(one - two) > 1e-3 * one) == moves
         if not moves:
             assert abs(one - two) < 1e-8 * one
@@ -238,8 +236,7 @@ class SinglePrecision(nn.Module):
 def test_a_kernel_without_float64_is_certified_in_float32():
     x = torch.randn(2, 5, 8, dtype=torch.float32)
     sound, bent = (
-        find(SinglePrecision(b, error).float(), x)
-        for b, error in ((False, RuntimeError), (True, ValueError))
+        find(SinglePrecision(b, error).float(), x) for b, error in ((False, RuntimeError), (True, ValueError))
     )
     assert (len(sound.pairs), sound.refused) == (4, ())
     assert [p.cause for p in bent.refused if p.kind == "vo"] == [Cause.CHANGES] * 2
@@ -298,7 +295,9 @@ def wrong_heads(module):
 
 
 def no_bias(module):
-    return attention_pairs(Heads(2), **{c: Projection(module, path, bias="absent") for c, path in paths(module).items()})
+    return attention_pairs(
+        Heads(2), **{c: Projection(module, path, bias="absent") for c, path in paths(module).items()}
+    )
 
 
 @pytest.mark.parametrize("handler", [wrong_heads, no_bias])

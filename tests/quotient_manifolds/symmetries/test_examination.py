@@ -424,9 +424,7 @@ def test_reformer_is_certified_alike_at_two_lengths():
         local_attn_chunk_length=8, is_decoder=False, num_buckets=4,
     )  # fmt: skip
     model = networks.shake(ReformerModel(config).double())
-    short, long = (
-        find(model, {"input_ids": torch.arange(n).unsqueeze(0) % 37 + 3}) for n in (6, 32)
-    )
+    short, long = (find(model, {"input_ids": torch.arange(n).unsqueeze(0) % 37 + 3}) for n in (6, 32))
     assert same(short, long)
     assert [str(p.group) for p in long.pairs if p.kind == "vo"] == ["GL(4)"] * 4
 
@@ -551,7 +549,9 @@ def test_which_heads_share_keys_is_examined(cyclic):
     model, x = nn.Sequential(Grouped(cyclic=cyclic)), torch.randn(2, 5, 4)
     pairs = find(model, x).pairs
     assert [(str(p.group), p.n, p.m) for p in pairs] == [("GL(2)", 10, 5), ("GL(2)", 5, 8)] * 2
-    first = [b.offset // (2 * 4) for b in pairs[0].G if b.name == "0.q_proj.weight"]  # of the query heads, by their rows
+    first = [
+        b.offset // (2 * 4) for b in pairs[0].G if b.name == "0.q_proj.weight"
+    ]  # of the query heads, by their rows
     assert first == ([0, 2] if cyclic else [0, 1])
     assert verify(model, x).ok
 

@@ -85,7 +85,8 @@ def test_a_slot_is_a_place_in_whatever_has_its_name_and_notices_another_shape():
 
 def test_slots_of_complex_weights_and_of_more_dimensions():
     layer = nn.Module()
-    layer.plane, layer.three = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128)), nn.Parameter(torch.randn(4, 3, 2))
+    layer.plane = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+    layer.three = nn.Parameter(torch.randn(4, 3, 2))
     plane = torch.view_as_real(layer.plane.detach())
     whole = torch.arange(24.0).view(4, 3, 2)
     three, turned = (slot(layer, "three", slice(1, 3), transpose=t) for t in (False, True))
@@ -181,7 +182,7 @@ def test_tied_and_doubled_slots_are_errors():
         SymmetricPair("tied", "qk", GL(2), q, q)
     k = Projection(layer).input_slots(1, 2)
     pair = SymmetricPair("twice", "qk", GL(2), q, k)
-    with pytest.raises(ValueError, match="belongs to pair 'twice'"):
+    with pytest.raises(ValueError, match="already belong to pair 'twice'"):
         find(layer).adding(pair, replace(pair, module="again"))
     with pytest.raises(ValueError, match="two pairs are called 'twice'; give each of yours another name"):
         find(layer).adding(pair, pair)
@@ -365,7 +366,8 @@ def test_pairs_with_a_slot_in_common_become_one():
     a, b, c = (slot(model, f"{name}.weight") for name in "abc")
     one, two = (pair([x], [c], GL(3)) for x in (a, b))
     (found,) = merged([one, two])
-    assert (found.G, found.H) == ((a, b), (c,))
+    assert (a, b) == found.G
+    assert (c,) == found.H
     other = pair([c], [a], GL(3))
     assert [p.cause for p in merged([one, other])] == [Cause.TIED] * 2  # one slot on both sides
 
