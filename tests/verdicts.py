@@ -20,14 +20,9 @@ import torch
 
 import sharpness
 from quotient_manifolds.passes import Wide, default_forward, floats
-from quotient_manifolds.symmetries import (  # fmt: skip
-    UnknownAttentionError,
-    apply_random_symmetry_,
-    check_coverage,
-    find_symmetric_pairs,
-    stacks,
-)
-from quotient_manifolds.symmetries.pairs import UNCERTIFIED, UNNAMED, UNREACHED
+from quotient_manifolds.symmetries import Cause, UnknownAttentionError, check_coverage, find, stacks
+from quotient_manifolds.symmetries.certificate import move_stacks_
+from quotient_manifolds.weights import weights_of
 
 from . import tiny
 
@@ -37,17 +32,17 @@ MEASURES = ("geodesic-inv", "complete-inv")
 LIMIT = 120
 #: What the table says for a part of a sentence; the first part that a sentence has decides.
 REASONS = {
-    UNNAMED: "names of weights say too little", UNREACHED: "not reached by the batch",
-    UNCERTIFIED: "the gradient is zero", "no symmetry was found": "no symmetry with a quotient",
+    Cause.UNNAMED.value: "names of weights say too little", Cause.UNREACHED.value: "not reached by the batch",
+    Cause.UNCERTIFIED.value: "the gradient is zero", "no symmetry was found": "no symmetry with a quotient",
     "computes attention": "attention of an unknown class", "has no trainable parameter": "nothing to train",
     "in the canonical form of": "its canonical form has another loss",
 }  # fmt: skip
 
 
 @torch.no_grad()
-def moved_(pairs):
+def moved_(pairs, weights):
     """Move all pairs at the condition number of the guide, 10."""
-    apply_random_symmetry_(torch.nn.Identity(), 10.0, 1, pairs)
+    move_stacks_(stacks(pairs, weights), weights, 10.0, 1)
 
 
 def forward(model, batch):
@@ -89,11 +84,11 @@ def crash(error):
 def judge_pairs(model, batch):
     """Find the pairs of a model with a batch; say what they are worth, the reasons of others, and the pairs."""
     try:
-        found = find_symmetric_pairs(model, batch=batch)
+        found = find(model, batch).of_full_rank()
     except Exception as error:
         said = refusal(error)
         return (f"refused: {said}" if said else crash(error)), [], []
-    pairs, reasons = [p for p in found if p.group is not None], sorted({p.reason for p in found if p.reason})
+    pairs, reasons, weights = found.pairs, sorted({r.reason for r in found.refused}), weights_of(model)
     if not pairs:
         try:
             check_coverage(model, lambda: forward(model, batch), found)
@@ -104,8 +99,8 @@ def judge_pairs(model, batch):
         return ("none, with a reason" if reasons else "no attention"), reasons, []
     with torch.no_grad():
         before = floats(forward(model, batch))
-        kept = {t: t.clone() for s in stacks(pairs) for t in s.parameters()}
-        moved_(pairs)
+        kept = {weights[name]: weights[name].clone() for p in pairs for name in p.names}
+        moved_(pairs, weights)
         far = change(before, floats(forward(model, batch)))
         way = max(float((t - old).abs().max()) for t, old in kept.items())
         for t, old in kept.items():
@@ -117,7 +112,7 @@ def judge_pairs(model, batch):
 
 def judge_measure(model, batch, pairs, measure):
     """Measure a model here and where its own symmetries move it."""
-    kept = [(p, p.detach().clone()) for p in model.parameters()]
+    kept, weights = [(p, p.detach().clone()) for p in model.parameters()], weights_of(model)
     values = []
     try:
         for _ in range(2):
@@ -125,7 +120,7 @@ def judge_measure(model, batch, pairs, measure):
                 warnings.simplefilter("ignore")
                 result = sharpness.evaluate(model, [batch], loss, measure=measure, rho=0.05, steps=2, progress=False)
             values.append(float(result[0.05]))
-            moved_(pairs)
+            moved_(pairs, weights)
     except Exception as error:
         said = refusal(error)
         return f"refused: {said}" if said else crash(error)

@@ -25,7 +25,7 @@ from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double, standard_normal
 from ..passes import Run
 from .pairs import Cause, SymmetricPair
-from .slots import random_elements, real_view
+from .slots import random_elements
 from .stacks import PairStack, stacks
 
 #: Residuals up to this count as rounding of half-precision gradients, which under autocast float32 weights have too.
@@ -168,7 +168,7 @@ def orbit_residuals(stack: PairStack, weights: Mapping[str, Tensor], gradients: 
     the left the products are two to six times faster than with few columns on the right. For a diagonal group C is one
     number per column.
     """
-    first = real_view(weights[stack.runs[0].slot.name])
+    first = stack.runs[0].slot.read(weights)
     like = stack.group.to_point(first.new_empty(1, 0, *stack.group.columns))
     wide, h = at_least_float32(like.dtype), like.shape[-1]
     for name in stack.names:

@@ -15,7 +15,7 @@ from ..passes import Forward, Run, Wide, default_forward
 from ..weights import check_model, check_whole, is_point, plain_names, running_copy, weights_of
 from .certificate import ROUNDING, Certificate, broken, certify, change, move_stacks_, moved, output_gradients
 from .examination import examine_model
-from .found import Symmetries
+from .found import Symmetries, check_symmetries
 from .lora import is_lora, lora_pairs, prefix_tuned
 from .pairs import Cause, Claim, SymmetricPair, refused
 from .placing import placing, settled
@@ -276,6 +276,7 @@ def verify(
         if not any(t.isfinite().any() for t in before):
             raise ValueError(f"all outputs of {type(model).__name__} are NaN or infinite, which certifies nothing")
         symmetries = _claimed(twin, run) if symmetries is None else symmetries
+        check_symmetries(symmetries)
         pairs, weights = symmetries.of_full_rank().pairs, weights_of(twin)
         check_names(pairs, weights, type(model).__name__)
         found = stacks(pairs, weights)

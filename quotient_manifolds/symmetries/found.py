@@ -167,6 +167,12 @@ class Symmetries:
 _OF_HEADS = ("qk", "vo", "lora", "attention")
 
 
+def check_symmetries(symmetries: object) -> None:
+    """Raise for anything but symmetries."""
+    if not isinstance(symmetries, Symmetries):
+        raise TypeError(f"symmetries must be as find(model) returns them, got {type(symmetries).__name__}")
+
+
 def _holds(module: str, names: Iterable[str]) -> bool:
     """Return whether a module holds a weight of some names."""
     return any(not module or name.startswith(f"{module}.") for name in names)

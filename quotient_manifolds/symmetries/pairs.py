@@ -108,6 +108,10 @@ class SymmetricPair:
     metric: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.group, GL) or not all(isinstance(s, Slot) for s in self.slots):
+            raise TypeError(
+                f"pair {self.name!r} needs a group, such as GL(4), and slots, as slot(model, name) makes them"
+            )
         for s in self.slots:
             if s.size[1:] != self.group.columns:
                 raise ValueError(
@@ -288,7 +292,7 @@ def pair(G: Iterable[Slot], H: Iterable[Slot], group: GL, *, name: str = "pair",
 
 
 def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> SymmetricPair:
-    r"""Describe two factors of which only the product G Hᵀ counts, outside any network, as the weights ``"G"``, ``"H"``.
+    r"""Describe two factors outside any network, called ``"G"`` and ``"H"``, of which only the product G Hᵀ counts.
 
     Parameters
     ----------

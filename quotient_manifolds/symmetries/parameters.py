@@ -14,7 +14,7 @@ from .._geoopt import ManifoldParameter
 from ..manifold import MANIFOLDS
 from ..weights import check_model, check_whole, weights_of
 from .discovery import find
-from .found import Symmetries
+from .found import Symmetries, check_symmetries
 from .points import FromPoints, Point, computed_weights
 from .stacks import PairStack, coverage, stacks
 
@@ -71,6 +71,7 @@ def manifold_parameters_(
     if metric not in MANIFOLDS:
         raise ValueError(f'metric must be "inv" or "mix", got {metric!r}')
     weights, symmetries = weights_of(model), find(model) if symmetries is None else symmetries
+    check_symmetries(symmetries)
     trained = symmetries.restricted(name for name, p in weights.items() if p.requires_grad).of_full_rank()
     # A dropped key bias stays a parameter.
     found = stacks([replace(p, null=()) for p in trained.pairs if p.metric is None], weights)

@@ -14,7 +14,7 @@ from .stacks import without_sharing
 
 
 def placing(model: nn.Module) -> Callable[[Iterable[Claim], str], list[Claim]]:
-    """Return what gives the weights of claims on the module at a path their names in the model, of tied ones the first."""
+    """Return what names weights of claims on the module at a path as in the model; tied ones have their first name."""
     plain, first = plain_names(model), first_names(model)
 
     def placed(claims: Iterable[Claim], path: str) -> list[Claim]:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..passes import eager, tensors
 from ..weights import is_sharded, plain_class, plain_names
 from .attention import Heads
-from .found import Symmetries
+from .found import Symmetries, check_symmetries
 from .lora import is_lora
 from .pairs import Cause, Claim, no_pair
 from .roles import possible_heads, proposals, roles_of
@@ -38,6 +38,7 @@ _ATTENTION_CALLS = {
     "_safe_softmax",
 }
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
+_NOTHING = Symmetries()
 #: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
 _WEIGHT, _SCORE = 1, 2
 
@@ -231,6 +232,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
     >>> check_coverage(layer, lambda: layer(torch.ones(1, 3, 8))).shape
     torch.Size([1, 3, 8])
     """
+    check_symmetries(known)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")

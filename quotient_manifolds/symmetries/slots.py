@@ -175,7 +175,7 @@ class Slot:
 
     def read(self, weights: Mapping[str, Tensor]) -> Tensor:
         """View the slot in the weight of its name."""
-        return self.of(checked(self, weights[self.name]).contiguous())
+        return self.of(weight_of(self, weights).contiguous())
 
 
 def checked(slot: Slot, whole: Tensor) -> Tensor:
@@ -198,6 +198,13 @@ def renamed(value: T, name_of: Callable[[str], str]) -> T:
     if isinstance(value, (list, tuple)):
         return type(value)(renamed(part, name_of) for part in value)
     return value
+
+
+def weight_of(slot: Slot, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight in which a slot lies; raise if there is none of its name and shape."""
+    if slot.name not in weights:
+        raise ValueError(f"there is no weight {slot.name!r}; were these symmetries found in another model?")
+    return checked(slot, weights[slot.name])
 
 
 def outline(module: nn.Module, name: str) -> Tensor:
@@ -263,7 +270,7 @@ def masks(slots: Iterable[Slot], weights: Mapping[str, Tensor]) -> dict[str, Ten
     found: dict[str, Tensor] = {}
     for s in slots:
         if s.name not in found:
-            found[s.name] = torch.zeros(s.shape, dtype=torch.bool, device=weights[s.name].device)
+            found[s.name] = torch.zeros(s.shape, dtype=torch.bool, device=weight_of(s, weights).device)
         s.of(found[s.name]).fill_(True)
     return found
 
@@ -335,7 +342,7 @@ class SlotStack:
         """Write rows into the weights, by one call."""
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
-        targets = [checked(run.slot, weights[run.slot.name]) for run in self.runs]
+        targets = [weight_of(run.slot, weights) for run in self.runs]
         wholes = {t: t.contiguous() for t in targets}
         parts, views = self.views(rows, map(wholes.get, targets))
         torch._foreach_copy_(views, parts)

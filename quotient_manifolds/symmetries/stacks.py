@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..weights import is_sharded
 from .pairs import Cause, Claim, SymmetricPair, check_pairs, refused
-from .slots import GL, Slot, SlotStack, masks
+from .slots import GL, Slot, SlotStack, masks, weight_of
 
 if TYPE_CHECKING:
     from ..manifold import GLQuotientInv, GLQuotientMix
@@ -115,7 +115,7 @@ def stacks(pairs: Iterable[SymmetricPair], weights: Mapping[str, Tensor]) -> lis
     """
     alike: dict[object, list[SymmetricPair]] = {}
     for p in check_pairs(pairs):
-        like = weights[p.G[0].name]
+        like = weight_of(p.G[0], weights)
         alike.setdefault((p.group, p.layout, p.metric, like.dtype, like.device), []).append(p)
     return [PairStack(found) for found in alike.values()]
 

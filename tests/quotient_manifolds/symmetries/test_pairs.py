@@ -1,6 +1,7 @@
 """Slots, groups, pairs and stacks: what they read and write, and what groups leave as it is."""
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -181,16 +182,19 @@ def test_tied_and_doubled_slots_are_errors():
     with pytest.raises(ValueError, match="is in G and in H"):
         SymmetricPair("tied", "qk", GL(2), q, q)
     k = Projection(layer).input_slots(1, 2)
-    pair = SymmetricPair("twice", "qk", GL(2), q, k)
+    twice = SymmetricPair("twice", "qk", GL(2), q, k)
     with pytest.raises(ValueError, match="already belong to pair 'twice'"):
-        find(layer).adding(pair, replace(pair, module="again"))
+        find(layer).adding(twice, replace(twice, module="again"))
     with pytest.raises(ValueError, match="two pairs are called 'twice'; give each of yours another name"):
-        find(layer).adding(pair, pair)
-    assert find(layer).adding(pair).pairs == (pair,)
+        find(layer).adding(twice, twice)
+    assert find(layer).adding(twice).pairs == (twice,)
     with pytest.raises(ValueError, match="acts on"):
         SymmetricPair("narrow", "qk", GL(3), q, k)
     with pytest.raises(ValueError, match="at least one slot in G and one in H"):
         SymmetricPair("nothing", "qk", GL(2), q)
+    for group, slots in ((None, q), (2, q), (GL(2), ("weight",))):
+        with pytest.raises(TypeError, match="'other' needs a group, such as GL"):
+            pair(slots, k, group, name="other")
 
 
 class TwoLinear(nn.Module):
@@ -346,7 +350,11 @@ def test_gather_and_scatter_are_inverse_and_differentiable():
     some = dict(list(grads.items())[::2])  # those that are absent are zeros
     expected = s.gather({name: g if name in some else 0 * g for name, g in grads.items()})
     assert torch.equal(s.gather(some, s.gather(weights)), expected)
-    with pytest.raises(KeyError):
+    lost = next(name for name in s.names if name not in some)
+    for use in (lambda: s.gather(some), lambda: s.scatter_(expected, {}), lambda: stacks(s.pairs, {})):
+        with pytest.raises(ValueError, match=r"there is no weight '.*'; were these symmetries found in another"):
+            use()
+    with pytest.raises(ValueError, match=re.escape(lost)):
         s.gather(some)
 
 
