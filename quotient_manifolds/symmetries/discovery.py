@@ -134,7 +134,8 @@ def with_wiring(
         return found
     # Beside a key that is always zero, attention weights do not sum to 1.
     zero_key = {plain(path) for path, m in model.named_modules() if getattr(m, "add_zero_attn", False)}
-    heads = [p for p in found.pairs if p.module not in zero_key]
+    computed = [r for r in found.refused if r.cause is Cause.COMPUTED]  # beside pruned queries a key bias has no effect
+    heads = [p for p in (*found.pairs, *computed) if p.module not in zero_key]
     actions, refusals = actions_of(wiring, heads, weights, classes=classes)
     return replace(found, actions=tuple(actions), refused=found.refused + tuple(refusals))
 

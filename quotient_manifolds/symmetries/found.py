@@ -93,20 +93,12 @@ class Symmetries:
         actions = [a for a in self.actions if moving.issuperset(a.names)]
         while lost := [a for a in actions if not {b.label for b in actions}.issuperset(a.after)]:
             actions = [a for a in actions if a not in lost]
-        kept = {a.label for a in actions}
-        for a in self.actions:
-            if a.label not in kept:
-                still = sorted(set(a.names) - moving)
-                out.append(
-                    Refusal(
-                        a.name,
-                        a.kind,
-                        Cause.FROZEN if still else Cause.UNFOLDED,
-                        ", ".join(still or a.after),
-                        G=a.slots,
-                    )
-                )
-        return replace(self, pairs=tuple(found), refused=tuple(out), actions=tuple(actions))
+        kept = set(actions)
+        for a in (a for a in self.actions if a not in kept):
+            still = sorted(set(a.names) - moving)
+            cause, why = (Cause.FROZEN, still) if still else (Cause.UNFOLDED, a.after)
+            out.append(Refusal(a.name, a.kind, cause, ", ".join(why), G=a.slots))
+        return replace(self, pairs=tuple(found), refused=tuple(out), actions=tuple(a.among(kept) for a in actions))
 
     def adding(self, *pairs: SymmetricPair) -> Symmetries:
         """Add pairs of your own.

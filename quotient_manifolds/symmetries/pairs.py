@@ -212,6 +212,8 @@ class Refusal:
         More words, for people.
     G, H : tuple of Slot
         The weights, as far as they are known, one column for every dimension of a head.
+    null : tuple of Slot
+        As that of the pair that was refused.
 
     Examples
     --------
@@ -228,6 +230,7 @@ class Refusal:
     part: str = ""
     G: tuple[Slot, ...] = field(default=(), repr=False)
     H: tuple[Slot, ...] = field(default=(), repr=False)
+    null: tuple[Slot, ...] = field(default=(), repr=False)
 
     @property
     def name(self) -> str:
@@ -352,7 +355,7 @@ def refused(p: Claim, cause: Cause, detail: str = "") -> Refusal:
     """Refuse a pair, and say why; what is refused already stays as it is."""
     if isinstance(p, Refusal):
         return p
-    return Refusal(p.module, p.kind, cause, detail, p.head, p.part, p.G, p.H)
+    return Refusal(p.module, p.kind, cause, detail, p.head, p.part, p.G, p.H, p.null)
 
 
 def pairs_of(claims: Iterable[Claim]) -> list[SymmetricPair]:

@@ -10,7 +10,8 @@ output and nothing else.
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +56,11 @@ class Action:
         raise NotImplementedError
 
     @property
+    def needed(self) -> tuple[Slot, ...]:
+        """What moves, and what says how far."""
+        return self.slots
+
+    @property
     def constant(self) -> tuple[Slot, ...]:
         """What has a fixed value once the symmetry is folded."""
         return ()
@@ -73,6 +79,10 @@ class Action:
     def names(self) -> tuple[str, ...]:
         """Names of the weights that move, each once."""
         return tuple(dict.fromkeys(s.name for s in self.slots))
+
+    def among(self, others: Collection[Action]) -> Action:
+        """Return the same symmetry for where only some of the others are left."""
+        return self
 
     def act_(self, state: State, t: Tensor) -> None:
         """Move weights, differentiably."""
@@ -191,6 +201,10 @@ class Shift(Action):
         return (self.beta, *(r.bias or r.matrix for r in self.seeing), *carried)
 
     @property
+    def needed(self) -> tuple[Slot, ...]:
+        return (*self.slots, *self.norm.slots, *(r.matrix for r in self.seeing))
+
+    @property
     def constant(self) -> tuple[Slot, ...]:
         return (self.beta,)
 
@@ -225,6 +239,10 @@ class Reader(Action):
         return tuple(self.affine.slots)
 
     @property
+    def needed(self) -> tuple[Slot, ...]:
+        return (*self.slots, *self.norm.slots)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return (self.affine.matrix.rows,)
 
@@ -246,7 +264,7 @@ class Centring(Action):
     """Add c 1 to every row v: what a LayerNorm centres, or (kind "classes") weights of a softmax's logits."""
 
     vectors: tuple[Slot, ...]
-    overlap: int = 0
+    shared: tuple[Action, ...] = field(default=(), repr=False)  # each of them has one of its directions too
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -258,7 +276,10 @@ class Centring(Action):
 
     @property
     def dimension(self) -> int:
-        return self.shape[0] - self.overlap
+        return self.shape[0] - len(self.shared)
+
+    def among(self, others: Collection[Action]) -> Action:
+        return replace(self, shared=tuple(a for a in self.shared if a in others))
 
     def act_(self, state: State, t: Tensor) -> None:
         for rows, c in zip(self.vectors, t.split([rows.rows for rows in self.vectors]), strict=True):
@@ -274,7 +295,7 @@ class Exchange(Action):
 
     source: tuple[Slot, ...]
     targets: tuple[Slot, ...]
-    count: int
+    shared: tuple[Action, ...] = field(default=(), repr=False)  # those that have the direction along 1 too
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -293,7 +314,10 @@ class Exchange(Action):
 
     @property
     def dimension(self) -> int:
-        return self.count
+        return self.shape[0] - bool(self.shared)
+
+    def among(self, others: Collection[Action]) -> Action:
+        return replace(self, shared=self.shared if all(a in others for a in self.shared) else ())
 
     def act_(self, state: State, t: Tensor) -> None:
         for rows in self.source:
@@ -320,6 +344,11 @@ class HeadBias(Action):
     @property
     def slots(self) -> tuple[Slot, ...]:
         return (self.affine.bias or self.affine.matrix.transposed(), *(bias for _, bias in self.outputs))
+
+    @property
+    def needed(self) -> tuple[Slot, ...]:
+        norm = () if self.norm is None else self.norm.slots
+        return (*self.slots, *norm, *(matrix for matrix, _ in self.outputs))
 
     @property
     def constant(self) -> tuple[Slot, ...]:

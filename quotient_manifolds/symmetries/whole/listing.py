@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
 
 from torch import Tensor
 
-from ..pairs import Cause, Refusal, SymmetricPair
+from ..pairs import Cause, Claim, Refusal, SymmetricPair
 from ..slots import Slot
 from .kinds import Action, Centring, Exchange, Gain, HeadBias, QKGains, Reader, Rotation, Scale, Shift, has_zeros
 from .wiring import Affine, Norm, Site, State, Wiring
 
 
 def actions_of(
-    wiring: Wiring | None, pairs: Sequence[SymmetricPair], weights: Mapping[str, Tensor], *, classes: bool
+    wiring: Wiring | None, heads: Sequence[Claim], weights: Mapping[str, Tensor], *, classes: bool
 ) -> tuple[list[Action], list[Refusal]]:
     """List the symmetries of a network outside its pairs, in the order of folding, and what is refused.
 
-    ``pairs`` are those of heads whose attention weights sum to 1; ``classes``: the network's logits are used only
-    through a softmax.
+    ``heads`` are those whose attention weights sum to 1; ``classes``: the network's logits are used only through a
+    softmax.
     """
     w = Wiring(closed=False) if wiring is None else wiring
     lists = _Lists(w.tied(), weights)
@@ -28,23 +28,24 @@ def actions_of(
         lists.add(Scale("layer scale", name, unit, (), tuple(a.written)))
     gains = [lists.add_gain(site) for site in w.sites if site.norm.gain is not None]
     shifted = [site for site in w.sites if site.norm.shift is not None and site.readers and lists.add_shift(site)]
-    parts: Counter[str] = Counter()
+    readers = defaultdict[str, list[Action]](list)
     for site in w.sites:
         for r in site.readers if site.norm.centring else ():
             if site.norm.shift is None or r.bias is not None or r.blind:
-                parts[r.matrix.name] += lists.add(Reader("reader", site.name, site.norm, r))
+                readers[r.matrix.name].append(reader := Reader("reader", site.name, site.norm, r))
+                lists.add(reader)
     for name, q, k in w.qk_norms:
         lists.add(QKGains("q/k gains", name, q, k))
     for name, tables in w.score_tables:
-        lists.add(Exchange("score bias", name, tables, (), tables[0].size[1]))
+        lists.add(Exchange("score bias", name, tables, ()))
     # Without a wiring nobody vouches that attention weights sum to 1.
-    for bias_of, p in product((key_bias, value_bias) if w.sites else (key_bias,), pairs):
+    for bias_of, p in product((key_bias, value_bias) if w.sites else (key_bias,), heads):
         if (found := bias_of(p, shifted, weights)) is not None:
             lists.add(found)
     lists.add_stream(w)
     for name, a in w.classifiers if classes else ():
         matrix, *bias = a.written
-        lists.add(Centring("classes", name, (matrix,), parts[matrix.name]))
+        lists.add(Centring("classes", name, (matrix,), tuple(readers[matrix.name])))
         if bias:
             lists.add(Centring("classes", f"{name} biases", (bias[0],)))
     scales = [f"layer scale: {name}" for name, *_ in w.scales]
@@ -52,7 +53,7 @@ def actions_of(
         rows = (*w.vectors, *(s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted))
         after = (*scales, *(f"gain: {s.name}" for s in w.sites if s.norm.gain is not None))
         lists.add(Rotation("rotation", "the stream", tuple(dict.fromkeys(rows)), w.centred, after=after))
-    return lists.found, lists.refused
+    return [a.among(lists.found) for a in lists.found], lists.refused
 
 
 class _Lists:
@@ -79,7 +80,7 @@ class _Lists:
         if any(name in self._tied for name in a.names):
             return Cause.SHARED
         # Weights may be computed, by pruning for example.
-        return Cause.COMPUTED if any(name not in self._weights for name in a.names) else None
+        return Cause.COMPUTED if any(s.name not in self._weights for s in a.needed) else None
 
     def add_gain(self, site: Site) -> bool:
         """List the gain of a norm that only linear layers read; where a gain is 0, the shift must be folded first."""
@@ -105,19 +106,15 @@ class _Lists:
 
     def add_stream(self, w: Wiring) -> None:
         """List what is added to a stream: constants that embeddings share, and the means of what norms centre."""
-        in_stream = {rows.name for _, rows in w.tables} | {b.name for _, a in w.writers for b in a.slots}
-        for name, source, targets in w.common:  # the part along 1 belongs to the writers already
-            d = source.size[1] - (w.centred and source.name in in_stream)
-            self.add(Exchange("embeddings", name, (source,), targets, d))
-        if not (w.centred and w.sites):
-            return
-        scales = {a.matrix: f"layer scale: {name}" for name, _, a in w.scales}
-        for name, a in w.writers:
-            after = (scales[a.matrix],) if a.matrix in scales else ()
-            detail = "" if self.has(after) else "its layer scale is not folded"
-            self.add(Centring("writer", name, tuple(a.written), after=after), detail)
-        for name, rows in w.tables:
-            self.add(Centring("writer", name, (rows,)))
+        scales = {a.matrix: (f"layer scale: {name}",) for name, _, a in w.scales}
+        writers = [Centring("writer", name, tuple(a.written), after=scales.get(a.matrix, ())) for name, a in w.writers]
+        writers += [Centring("writer", name, (rows,)) for name, rows in w.tables]
+        writers = writers if w.centred and w.sites else []
+        for name, source, targets in w.common:
+            shared = tuple(a for a in writers if not {source.name, *(s.name for s in targets)}.isdisjoint(a.names))
+            self.add(Exchange("embeddings", name, (source,), targets, shared))
+        for a in writers:
+            self.add(a, "" if self.has(a.after) else "its layer scale is not folded")
 
 
 def _shift(site: Site) -> Shift | None:
@@ -125,21 +122,22 @@ def _shift(site: Site) -> Shift | None:
     return None if beta is None else Shift("shift", site.name, beta, site.norm, site.readers, carried)
 
 
-def key_bias(pair: SymmetricPair, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
+def key_bias(head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
     """Describe that of a head's keys."""
-    plain = pair.kind == "qk" and not pair.group.diagonal and len(pair.H) == 1
-    return _head_bias("key bias", pair, pair.null or (pair.H if plain else ()), shifted)
+    plain = isinstance(head, SymmetricPair) and head.kind == "qk" and not head.group.diagonal and len(head.H) == 1
+    return _head_bias("key bias", head, head.null or (head.H if plain else ()), shifted)
 
 
-def value_bias(pair: SymmetricPair, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
+def value_bias(head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
     """Describe that of a head's values; None where values or outputs have no bias."""
-    places = [(s, *s.name.rpartition(".")) for s in pair.H]
+    places = [(s, *s.name.rpartition(".")) for s in head.H]
     outputs = [(s, f"{path}{dot}bias") for s, path, dot, own in places if own == "weight"]
     outputs = [(s, name) for s, name in outputs if name in weights]
-    if pair.kind != "vo" or pair.group.diagonal or len(outputs) < len(pair.H):
+    plain = isinstance(head, SymmetricPair) and head.kind == "vo" and not head.group.diagonal
+    if not plain or len(outputs) < len(head.H):
         return None
     matrices = tuple((s, _vector(name, weights)) for s, name in outputs)
-    return _head_bias("value bias", pair, pair.G, shifted, matrices)
+    return _head_bias("value bias", head, head.G, shifted, matrices)
 
 
 def _vector(name: str, weights: Mapping[str, Tensor]) -> Slot:
@@ -149,7 +147,7 @@ def _vector(name: str, weights: Mapping[str, Tensor]) -> Slot:
 
 
 def _head_bias(
-    kind: str, pair: SymmetricPair, rows: Sequence[Slot], shifted: Sequence[Site],
+    kind: str, head: Claim, rows: Sequence[Slot], shifted: Sequence[Site],
     outputs: tuple[tuple[Slot, Slot], ...] = (),
 ) -> HeadBias | None:  # fmt: skip
     """Move the only bias in the rows of a head, or what stands for it, against the biases of ``outputs``."""
@@ -159,7 +157,7 @@ def _head_bias(
         return None
     own = Affine(rows[0].transposed(), biases[0] if biases else None)
     norm: Norm | None = None if site is None else site.norm
-    return HeadBias(kind, pair.name, own, norm, outputs, after=() if site is None else (f"shift: {site.name}",))
+    return HeadBias(kind, head.name, own, norm, outputs, after=() if site is None else (f"shift: {site.name}",))
 
 
 def _reads(shifted: Sequence[Site], rows: Slot) -> Site | None:
