@@ -1,11 +1,11 @@
-"""A tiny random model of every architecture that ``find_symmetric_pairs`` knows, with a batch for it."""
+"""A tiny random model of every architecture whose symmetries ``find`` knows, with a batch for it."""
 
 import copy
 import dataclasses
 
 import torch
 
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries import apply_random_symmetry_, find
 
 from . import networks
 
@@ -138,9 +138,7 @@ def gpt2_and_batch():
 def change(model, run, condition=10.0):
     """Relative change of the outputs when every pair moves along its orbit."""
     twin = copy.deepcopy(model)
-    assert apply_random_symmetry_(twin, condition, seed=1) == sum(
-        p.group is not None for p in find_symmetric_pairs(model)
-    )
+    assert apply_random_symmetry_(twin, condition, seed=1) == len(find(model).of_full_rank().pairs)
     with torch.no_grad():
         before, after = run(model), run(twin)
     moved = max((p - q).abs().max() for p, q in zip(model.parameters(), twin.parameters(), strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from quotient_manifolds.symmetries import find_symmetric_pairs
+from quotient_manifolds.symmetries import find
 from sharpness import cli, demo
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -112,7 +112,7 @@ def test_the_digits_and_their_transformer():
     x, y, _, y_test = demo.digits(0)
     assert (len(y), len(y_test)) == (1437, 360)
     model = demo.vision_transformer()
-    assert len(find_symmetric_pairs(model)) == 24
+    assert len(find(model).pairs) == 24
     assert model(x[:2]).logits.shape == (2, 10)
     # The loss that training lowers: after one epoch the accuracy is still that of chance.
     before = cross_entropy(model(x).logits, y)

@@ -15,7 +15,7 @@ from quotient_manifolds.optim import (
 )
 from quotient_manifolds.symmetries import (
     apply_random_symmetry_,
-    find_symmetric_pairs,
+    find,
     manifold_parameters_,
     model_distance,
     plain_parameters_,
@@ -132,7 +132,8 @@ def verified(device):
     assert found.ok
     assert whole.ok
     assert max(found.changes.values()) < 1e-9
-    points = [p.manifold().unpack_tensor(p.gather().detach()) for p in find_symmetric_pairs(model)]
+    weights = dict(model.named_parameters())
+    points = [p.manifold().unpack_tensor(p.gather(weights).detach()) for p in find(model).pairs]
     return torch.stack([canonical_gauge(G, H).sigma for G, H in points])
 
 
@@ -267,7 +268,7 @@ def heads_as_points(device):
 def examined(device):
     """Attention of unknown classes."""
     model, [(x, _)] = made(lambda: networks.shake(Unknown()), lambda: (numbers(0, 2, 5, 4), None))
-    found = find_symmetric_pairs(model.to(device), batch=x.to(device))
+    found = find(model.to(device), x.to(device)).pairs
     assert [str(p.group) for p in found] == ["GL(4)", "GL(4)"], found
     return [float(apply_random_symmetry_(model, pairs=found))]
 

@@ -38,7 +38,6 @@ _ATTENTION_CALLS = {
     "_safe_softmax",
 }
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
-_NOTHING = Symmetries()
 #: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
 _WEIGHT, _SCORE = 1, 2
 
@@ -232,13 +231,13 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
     >>> check_coverage(layer, lambda: layer(torch.ones(1, 3, 8))).shape
     torch.Size([1, 3, 8])
     """
+    known = Symmetries() if known is None else known
     check_symmetries(known)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
     with eager(), Watch(model) as watch:
         result = run()
-    known = Symmetries() if known is None else known
     plain, claims = plain_names(model), [p for p in (*known.pairs, *known.refused) if p.kind != "lora"]
     missed = {r.module: r for r in known.refused if r.kind != "lora" and r.cause.unexamined}
     examined = {p.module for p in claims} - set(missed)

@@ -405,8 +405,9 @@ def test_a_compiled_model():
 def test_computed_weights_count_without_symmetry():
     model, batch = networks.vit(), networks.images()
     prune.random_unstructured(networks.projections(networks.vit_layers(model)[0].attention)[0], "weight", amount=0.2)
-    reasons = [p.reason for p in find_symmetric_pairs(model) if p.group is None]
-    assert reasons == ["weight of Linear is computed, not a parameter"] * 2
+    refused = find(model).refused
+    assert [r.cause for r in refused] == [symmetries.Cause.COMPUTED] * 2
+    assert refused[0].reason.startswith("computed, not a parameter: vit.layers.0.attention.")
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
 
 

@@ -420,7 +420,7 @@ def test_a_gradient_without_direction_perturbs_nothing(value):
 def test_nan_losses_with_an_optimiser_that_refuses_them():
     model, batch = small(), batch_of(Encoder)
     before = snapshot(model)
-    sam = GeodesicSAM(model, QuotientSGD(model.parameters(), find_symmetric_pairs(model), 0.1), rho=0.1)
+    sam = GeodesicSAM(model, QuotientSGD(model.named_parameters(), find(model), 0.1), rho=0.1)
     with pytest.raises(ValueError, match="NaN or infinite entries"):
         sam.step(closure_of(sam, model, batch * float("nan")))
     assert same(model, before)
@@ -516,7 +516,7 @@ def test_fresh_adapters():
     x = batch_of(Encoder)[:, 0]
     sam = GeodesicSAM(
         model,
-        QuotientAdam([p for p in model.parameters() if p.requires_grad], find_symmetric_pairs(model), 1e-2),
+        QuotientAdam([(n, p) for n, p in model.named_parameters() if p.requires_grad], find(model), 1e-2),
         rho=0.1,
     )
     losses = [float(sam.step(closure_of(sam, model, x))) for _ in range(15)]
@@ -583,7 +583,7 @@ def test_bad_input():
 
 def test_certification_outlives_a_gradient_that_overflowed_and_a_copy():
     model, batch = small(), batch_of(Encoder)
-    sam = GeodesicSAM(model, QuotientSGD(model.parameters(), find_symmetric_pairs(model), 0.1), rho=0.5)
+    sam = GeodesicSAM(model, QuotientSGD(model.named_parameters(), find(model), 0.1), rho=0.5)
     loss_of(model, batch).backward()
     for p in model.parameters():
         p.grad.fill_(torch.inf)
@@ -626,7 +626,7 @@ def test_attention_that_only_a_batch_could_tell_is_said_with_what_to_do():
     assert not sam.certification.open
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sam = GeodesicSAM(model, base, rho=0.1, pairs=find_symmetric_pairs(model, batch=x))
+        sam = GeodesicSAM(model, base, rho=0.1, symmetries=find(model, x))
         GeodesicSAM(model, base, rho=0.1, measure="adaptive")
         known = small()
         GeodesicSAM(known, torch.optim.SGD(known.parameters(), 0.1), rho=0.1)
