@@ -574,16 +574,17 @@ def tiny():
 def calls(rng, world):
     # fmt: off
     model, (x, y), one, two = tiny(), networks.tokens(6, 4, 3), nn.Linear(4, 2), nn.Linear(2, 4)
-    pairs, batch = symmetries.find_symmetric_pairs(model), (x, y)
+    found, batch = symmetries.find(model), (x, y)
+    pairs, weights = found.pairs, dict(model.named_parameters())
     how = {"lr": 1e-2, "weight_decay": 0.0, "metric": "mix", "max_grad_norm": None}
-    down, up = symmetries.block(one, "weight", transpose=True), symmetries.block(two, "weight")
+    down, up = symmetries.slot(one, "weight", transpose=True), symmetries.slot(two, "weight", slice(0, 2))
     net, inputs = (lambda m, b: m(b[0]).sum()), {"model": model, "batches": [batch, batch]}
-    adam = {"params": list(model.parameters()), "pairs": pairs, **how}
+    adam = {"params": list(model.named_parameters()), "symmetries": found, **how}
     measured = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2, progress=False)
     measuring = {**inputs, "loss_fn": None, "measure": "geodesic-inv", "rho": 0.1, "steps": 2, "relative_tol": 1e-3,
                  "ascent": "power", "restarts": 0,
                  "num_samples": 2, "seed": 0, "statistic": "worst",
-                 "micro_batch": None, "pairs": None,
+                 "micro_batch": None, "symmetries": None,
                  "keep_directions": None, "group": None}
     targets = [(sharpness.evaluate, measuring)] * 12 + [(optim.QuotientAdam, {**adam, "betas": (0.9, 0.99),
                                                                               "eps": 1e-8})] * 3 + [
@@ -592,20 +593,20 @@ def calls(rng, world):
         (measured.__getitem__, {"rho": 0.1}), (measured.direction, {"batch_index": 0}),
         (sharpness.hessian, {**inputs, "loss_fn": None, "measure": "adaptive", "num_matvecs": 3, "seed": 0,
                              "micro_batch": None, "group": None}),
-        (sharpness.gradient_norm, {**inputs, "loss_fn": None, "measure": "geodesic-inv", "pairs": None}),
+        (sharpness.gradient_norm, {**inputs, "loss_fn": None, "measure": "geodesic-inv", "symmetries": None}),
         (measured.to_json, {"path": "out"}),
         (optim.QuotientSGD, {**adam, "momentum": 0.9}), (optim.create_quotient_optimizer,
                                                                             {"model": model, **how}),
         (sharpness.GeodesicSAM, {"model": model, "base_optimizer": torch.optim.SGD(model.parameters(), 0.1),
                                  "rho": 0.05,
-                                 "measure": "geodesic-inv", "refresh": 2, "pairs": pairs}),
-        (symmetries.find_symmetric_pairs, {"model": model, "extra": (), "key_bias": "keep", "include_frozen": False}),
-        (symmetries.verify, {"model": model, "batch": batch, "seed": 0, "condition": 10.0, "extra": ()}),
+                                 "measure": "geodesic-inv", "refresh": 2, "symmetries": found}),
+        (symmetries.find, {"model": model, "batch": batch, "kinds": symmetries.ALL, "classes": False}),
+        (symmetries.verify, {"model": model, "batch": batch, "seed": 0, "symmetries": None}),
         (symmetries.apply_random_symmetry_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
-        (symmetries.block, {"module": one, "attribute": "weight", "rows": slice(None), "columns": slice(None),
-                            "transpose": False, "rotary": None}),
+        (symmetries.slot, {"module": one, "name": "weight", "rows": slice(None), "columns": slice(None),
+                           "transpose": False}),
         (symmetries.GL, {"h": 2, "diagonal": False}),
-        (symmetries.stacks, {"pairs": pairs}),
+        (symmetries.stacks, {"pairs": pairs, "weights": weights}),
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.GL(2), "name": "a"}),
         (symmetries.PairStack, {"pairs": pairs[:1]}),
         (models.load, {"name": "mine:model", "checkpoint": "collection/net0.pt"}),
@@ -616,7 +617,7 @@ def calls(rng, world):
         (study.read_config, {"path": "sweep.json"}),
         (study.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
         (study.compare, {"rows": study.read_results("done"), "target": "gap", "given": ("train_loss",)}),
-        (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
+        (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "symmetries": None}),
         (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk"}),
     ]
     special = {
@@ -634,7 +635,8 @@ def calls(rng, world):
         "model": [nn.Identity(), tiny().requires_grad_(False), tiny().half(), tiny().to("meta"), tiny().double(),
                   nn.Linear, nn.Sequential(),
                   nn.Linear(4, 3), nn.TransformerEncoderLayer(4, 2, 8), nn.LazyLinear(3)],
-        "pairs": [[], symmetries.find_symmetric_pairs(tiny()), [*pairs, *pairs], [None], pairs[0]],
+        "pairs": [[], symmetries.find(tiny()).pairs, [*pairs, *pairs], [None], pairs[0]],
+        "symmetries": [symmetries.Symmetries(), symmetries.find(tiny()), list(pairs), pairs[0]],
         "measure": [*sharpness.MEASURES],
                "G": [[down, down], [up]],
         "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)], "statistic": ["average", "median"],

@@ -10,7 +10,7 @@ from torch import nn
 
 from .lora import is_lora, lora_factors, lora_obstacle
 from .pairs import Cause, Claim, Refusal, SymmetricPair
-from .slots import GL, PLANES, Slot, outline, slot
+from .slots import GL, PLANES, Slot, outline, part_of, slot
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,13 @@ class Projection:
     @property
     def module(self) -> nn.Module:
         """Owner of the weight."""
-        return self.root.get_submodule(self.path)
+        found: nn.Module = part_of(self.root, self.path)
+        return found
 
     def name(self, attribute: str, path: str | None = None) -> str:
         """Return a parameter's name in the layer; peft's modules show those of the ones that they wrap."""
         path = self.path if path is None else path
-        while "." not in attribute and hasattr(self.root.get_submodule(path), "base_layer"):
+        while "." not in attribute and hasattr(part_of(self.root, path), "base_layer"):
             path = f"{path}.base_layer".removeprefix(".")
         return f"{path}.{attribute}".removeprefix(".")
 
@@ -178,7 +179,7 @@ class Projection:
         for _, B in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
             slots.append(slot(self.root, self.name(B), dims, transpose=True))
             bias = B.rpartition(".")[0] + ".bias"
-            if getattr(self.module.get_submodule(B.rpartition(".")[0]), "bias", None) is not None:
+            if getattr(part_of(self.module, B.rpartition(".")[0]), "bias", None) is not None:
                 slots.append(slot(self.root, self.name(bias), dims))
         slots += self.bias_rows(head, size)
         return (*slots, *(s for p in self.further for s in p.input_slots(head, size)))
@@ -186,7 +187,7 @@ class Projection:
     def bias_rows(self, head: int, size: int) -> list[Slot]:
         """Return where the bias, one more row, lies; empty if there is no bias."""
         path = self.path if self.bias_path is None else self.bias_path
-        owner = self.root.get_submodule(path)
+        owner = part_of(self.root, path)
         if getattr(owner, self.bias, None) is None:
             return []
         name = self.name(self.bias, path)

@@ -16,6 +16,7 @@ from torch import nn
 
 from .attention import Heads, Projection, Rows, head_pairs
 from .pairs import Claim
+from .slots import part_of
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
@@ -95,7 +96,7 @@ def _projects(module: nn.Module) -> bool:
 
 def _weights(root: nn.Module, path: str = "") -> Iterator[Projection]:
     """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices."""
-    module = root.get_submodule(path)
+    module = part_of(root, path)
     base = getattr(module, "base_layer", module)
     if _projects(base) or base is not module:
         yield Projection(root, path, conv1d=type(base).__name__ == "Conv1D")

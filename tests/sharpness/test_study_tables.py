@@ -382,7 +382,7 @@ def test_every_place_that_prints_a_result_says_what_limits_it(tmp_path, capsys, 
     assert cli.main(["run", *run, *own, "--out", "r.json", "--report", "r.html"]) == 0
     printed, page = capsys.readouterr().out, html.unescape(Path("r.html").read_text(encoding="utf-8"))
     result = evaluate(network(), batches(), measure="geodesic-mix", rho=2.0, steps=1, progress=False)
-    assert result.num_uncertified == len(result.direction(0).pairs) // 2
+    assert result.num_uncertified == len(result.direction(0).symmetries.pairs) // 2
     assert not result.batches[0].converged
     (kept,) = json.loads(Path("r.json").read_text(encoding="utf-8"))["results"]
     assert (kept["num_uncertified"], kept["batches"][0]["converged"]) == (result.num_uncertified, False)
