@@ -574,10 +574,11 @@ def tiny():
 def calls(rng, world):
     # fmt: off
     model, (x, y), one, two = tiny(), networks.tokens(6, 4, 3), nn.Linear(4, 2), nn.Linear(2, 4)
-    found, batch = symmetries.find(model), (x, y)
-    pairs, weights = found.pairs, dict(model.named_parameters())
+    found, batch, weights = symmetries.find(model), (x, y), dict(model.named_parameters())
     how = {"lr": 1e-2, "weight_decay": 0.0, "metric": "mix", "max_grad_norm": None}
-    down, up = symmetries.slot(one, "weight", transpose=True), symmetries.slot(two, "weight", slice(0, 2))
+    both = nn.Sequential(one, two)
+    down, up = symmetries.slot(both, "0.weight", transpose=True), symmetries.slot(both, "1.weight")
+    own = symmetries.pair([down], [up], symmetries.GL(2), name="a")
     net, inputs = (lambda m, b: m(b[0]).sum()), {"model": model, "batches": [batch, batch]}
     adam = {"params": list(model.named_parameters()), "symmetries": found, **how}
     measured = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2, progress=False)
@@ -600,15 +601,16 @@ def calls(rng, world):
         (sharpness.GeodesicSAM, {"model": model, "base_optimizer": torch.optim.SGD(model.parameters(), 0.1),
                                  "rho": 0.05,
                                  "measure": "geodesic-inv", "refresh": 2, "symmetries": found}),
-        (symmetries.find, {"model": model, "batch": batch, "kinds": symmetries.ALL, "classes": False}),
-        (symmetries.verify, {"model": model, "batch": batch, "seed": 0, "symmetries": None}),
+        (symmetries.find, {"model": model, "batch": batch}),
+        (symmetries.verify, {"model": model, "batch": batch, "seed": 0, "symmetries": found}),
         (symmetries.apply_random_symmetry_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
         (symmetries.slot, {"module": one, "name": "weight", "rows": slice(None), "columns": slice(None),
                            "transpose": False}),
         (symmetries.GL, {"h": 2, "diagonal": False}),
-        (symmetries.stacks, {"pairs": pairs, "weights": weights}),
+        (symmetries.stacks, {"pairs": found.pairs, "weights": weights}), (found.restricted, {"names": [*weights]}),
+        (lambda added: found.adding(added), {"added": own}),
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.GL(2), "name": "a"}),
-        (symmetries.PairStack, {"pairs": pairs[:1]}),
+        (symmetries.PairStack, {"pairs": found.pairs[:1]}),
         (models.load, {"name": "mine:model", "checkpoint": "collection/net0.pt"}),
         (models.load_state_dict, {"path": "xy.pt"}),
         (load_batches, {"source": "xy.pt", "batch_size": 4, "batches": 1, "num_examples": 8, "subset_seed": 0,
@@ -617,7 +619,8 @@ def calls(rng, world):
         (study.read_config, {"path": "sweep.json"}),
         (study.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
         (study.compare, {"rows": study.read_results("done"), "target": "gap", "given": ("train_loss",)}),
-        (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "symmetries": None}),
+        (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"],
+                                 "symmetries": None}),
         (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk"}),
     ]
     special = {
@@ -635,8 +638,10 @@ def calls(rng, world):
         "model": [nn.Identity(), tiny().requires_grad_(False), tiny().half(), tiny().to("meta"), tiny().double(),
                   nn.Linear, nn.Sequential(),
                   nn.Linear(4, 3), nn.TransformerEncoderLayer(4, 2, 8), nn.LazyLinear(3)],
-        "pairs": [[], symmetries.find(tiny()).pairs, [*pairs, *pairs], [None], pairs[0]],
-        "symmetries": [symmetries.Symmetries(), symmetries.find(tiny()), list(pairs), pairs[0]],
+        "pairs": [[], symmetries.find(tiny()).pairs, [*found.pairs, *found.pairs], [None], found.pairs[0], found],
+        "symmetries": [symmetries.Symmetries(), symmetries.find(tiny()), found.pairs, found.adding(own)],
+        "added": [found.pairs[0]],
+        "weights": [{}, {name: t[:1] for name, t in weights.items()}, {name: t.half() for name, t in weights.items()}],
         "measure": [*sharpness.MEASURES],
                "G": [[down, down], [up]],
         "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)], "statistic": ["average", "median"],

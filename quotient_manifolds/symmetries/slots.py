@@ -214,7 +214,9 @@ def part_of(module: nn.Module, path: str) -> Any:
 
 def outline(module: nn.Module, name: str) -> Tensor:
     """Return a contiguous tensor of the shape that a weight of a module has, without memory."""
-    whole: Tensor = attrgetter(name)(module)
+    whole = attrgetter(name)(module)
+    if not isinstance(whole, Tensor):
+        raise TypeError(f"{name!r} of {type(module).__name__} is no weight, but of type {type(whole).__name__}")
     return torch.empty(whole.shape, dtype=torch.complex64 if whole.is_complex() else None, device="meta")
 
 
@@ -262,6 +264,8 @@ def slot(
     ((6, 4), (1, 4))
     """
     check_model(module)
+    if not isinstance(rows, slice) or not isinstance(columns, slice):
+        raise TypeError(f"rows and columns of a slot must be slices, got {rows!r} and {columns!r}")
     whole = outline(module, name)
     if whole.dim() == 0:
         raise ValueError(f"{name!r} of {type(module).__name__} is a single number; a slot needs a matrix or vector")
