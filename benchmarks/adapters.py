@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
-from quotient_manifolds.symmetries import SymmetricPair, adapter_pairs, apply_random_symmetry_
-from quotient_manifolds.weights import weights_of
+from quotient_manifolds.symmetries import adapter_pairs, apply_random_symmetry_
 from reproduction.alignment import align
 from sharpness.plots import figure
 
@@ -47,14 +46,10 @@ def adapted(options: argparse.Namespace, seed: int, base: dict[str, Tensor] | No
     return model.eval()
 
 
-def adapters(model: nn.Module) -> tuple[SymmetricPair, ...]:
-    """The pairs (B, A), one a layer."""
-    return adapter_pairs(model).pairs
-
-
 def points(model: nn.Module) -> list[Tensor]:
-    """The adapters as points, in float64."""
-    return [p.gather(weights_of(model)).detach().double() for p in adapters(model)]
+    """The adapters as points, one a layer, in float64."""
+    weights = dict(model.named_parameters())
+    return [p.gather(weights).detach().double() for p in adapter_pairs(model).pairs]
 
 
 def main() -> None:
@@ -75,11 +70,11 @@ def main() -> None:
     for repeat in range(options.repeats):
         one, two = (adapted(options, 1 + 2 * repeat + k, common) for k in (0, 1))
         for k, model in enumerate((one, two)):
-            apply_random_symmetry_(model, options.condition, seed=100 * repeat + k)
-        pairs, (a, b) = adapters(one), (points(m) for m in (one, two))
+            apply_random_symmetry_(model, options.condition, 100 * repeat + k, adapter_pairs(model).pairs)
+        pairs, (a, b) = adapter_pairs(one).pairs, (points(m) for m in (one, two))
 
         def loss(at: list[Tensor], one: nn.Module = one, pairs: Any = pairs) -> tuple[float, float]:
-            weights = weights_of(one)
+            weights = dict(one.named_parameters())
             with torch.no_grad():
                 before = [p.gather(weights) for p in pairs]
                 for p, z in zip(pairs, at, strict=True):

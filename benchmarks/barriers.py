@@ -33,7 +33,7 @@ from _common import RESULTS, interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries import PairStack, find, stacks
 from quotient_manifolds.symmetries.whole import align_models
 from sharpness.plots import figure
 
@@ -70,22 +70,28 @@ def straight(one: nn.Module, other: nn.Module) -> Callable[[float], nn.Module]:
     return at
 
 
+def of_heads(model: nn.Module) -> list[PairStack]:
+    """Attention's pairs, as stacks."""
+    return stacks(find(model).of_full_rank().pairs, dict(model.named_parameters()))
+
+
 def geodesic(one: nn.Module, other: nn.Module) -> Callable[[float], nn.Module]:
     """The same, with attention's pairs on geodesics; a pair without a geodesic goes straight on."""
     line = straight(one, other)
-    ways = []
-    for a, b in zip(*(stacks(find_symmetric_pairs(m)) for m in (one, other)), strict=True):
-        x, y = a.gather().detach().double(), b.gather().detach().double()
+    ways, sides = [], [dict(m.named_parameters()) for m in (one, other)]
+    for a, b in zip(of_heads(one), of_heads(other), strict=True):
+        x, y = (s.gather(side).detach().double() for s, side in zip((a, b), sides, strict=True))
         ways.append((a.manifold("inv"), x, a.manifold("inv").logmap(x, y, on_error="nan")))
 
     @torch.no_grad()
     def at(t: float) -> nn.Module:
         between = line(t)
-        for stack, (manifold, x, v) in zip(stacks(find_symmetric_pairs(between)), ways, strict=True):
+        weights = dict(between.named_parameters())
+        for stack, (manifold, x, v) in zip(of_heads(between), ways, strict=True):
             known = v.isfinite().flatten(1).all(1)
-            there = stack.gather().detach()
+            there = stack.gather(weights).detach()
             there[known] = manifold.expmap(x[known], t * v[known]).to(there)
-            stack.scatter_(there)
+            stack.scatter_(there, weights)
         return between
 
     return at

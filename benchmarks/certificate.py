@@ -19,7 +19,7 @@ import torch
 from _common import write
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import PairStack, certify, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries import Certificate, PairStack, certify, find, stacks
 
 #: A model, and what draws a random batch: of so many examples, of so many tokens.
 Made = tuple[nn.Module, Callable[[int, int], dict[str, Tensor]]]
@@ -56,21 +56,28 @@ def llama() -> Made:
     return LlamaModel(config), lambda count, length: {"input_ids": torch.randint(8000, (count, length))}
 
 
-def gradients(model: nn.Module, batch: dict[str, Tensor], *, half: bool) -> dict[Tensor, Tensor]:
+def gradients(model: nn.Module, batch: dict[str, Tensor], *, half: bool) -> dict[str, Tensor]:
     """Of a random cotangent of the outputs."""
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         output = model(**batch).last_hidden_state
         loss = (output.float() * torch.randn(output.shape)).mean()
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+    weights = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
+
+
+def certified(
+    model: nn.Module, found: list[PairStack], batch: dict[str, Tensor], *, half: bool = False, **options: float
+) -> Certificate:
+    """The certificate of a random cotangent."""
+    return certify(found, dict(model.named_parameters()), gradients(model, batch, half=half), **options)
 
 
 def violated(model: nn.Module, found: list[PairStack], batch: dict[str, Tensor]) -> tuple[str, float, Any]:
     """Bend one projection of a random pair so that the outputs change by about one percent."""
     stack = found[int(torch.randint(len(found), ()))]
     pair = stack.pairs[int(torch.randint(len(stack), ()))]
-    linear = pair.G[0].module
+    linear = model.get_submodule(pair.G[0].name.rpartition(".")[0])
     with torch.no_grad():
         before = model(**batch).last_hidden_state
         amount, change = 0.5, 0.0
@@ -98,7 +105,7 @@ def cost(
         start = time.process_time()
         g = gradients(model, batch(*size), half=half)
         middle = time.process_time()
-        certify(found, g)
+        certify(found, dict(model.named_parameters()), g)
         certificates.append(time.process_time() - middle)
         passes.append(middle - start)
     share = min(certificates) / min(passes)
@@ -121,10 +128,10 @@ def main() -> None:
         torch.manual_seed(0)
         model, batch = make()
         model.eval()
-        found = stacks(find_symmetric_pairs(model))
+        found = stacks(find(model).of_full_rank().pairs, dict(model.named_parameters()))
         for half in (False, True):
             worst = [
-                max(certify(found, gradients(model, batch(*SMALL[name]), half=half)).residuals.values())
+                max(certified(model, found, batch(*SMALL[name]), half=half).residuals.values())
                 for _ in range(options.batches)
             ]
             row: dict[str, Any] = {
@@ -137,7 +144,7 @@ def main() -> None:
                 for _ in range(options.violations):
                     one = batch(*SMALL[name])
                     pair, change, hook = violated(model, found, one)
-                    certificate = certify(found, gradients(model, one, half=False), tolerance=FLOAT32)
+                    certificate = certified(model, found, one, tolerance=FLOAT32)
                     hook.remove()
                     failed = [p.name for p in certificate.failures]
                     hits.append({"pair": pair, "change": change, "residual": max(certificate.residuals.values()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,9 @@ class Version:
         self.install()
         self.sharpness = importlib.import_module("sharpness")
         whole = importlib.import_module("quotient_manifolds.symmetries.whole")
-        whole.register_wiring(Classifier)(lambda model: whole.wiring_of(model.visual))
+        named = "at" in inspect.signature(whole.wiring_of).parameters  # older versions take the part itself
+        of_part = (lambda m: whole.wiring_of(m, "visual")) if named else (lambda m: whole.wiring_of(m.visual))
+        whole.register_wiring(Classifier)(of_part)
         assert Path(str(self.sharpness.__file__)).is_relative_to(folder)
         self.uninstall()
         sys.path.remove(str(folder))

@@ -30,13 +30,8 @@ from lora_text import sst2
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries import apply_random_symmetry_
-from quotient_manifolds.symmetries.whole import (
-    align_models,
-    apply_random_moves_,
-    canonical_form,
-    independence_test,
-)
+from quotient_manifolds.symmetries import ALL, apply_random_symmetry_, find
+from quotient_manifolds.symmetries.whole import align_models, apply_random_moves_, independence_test
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.whole_networks import random_element
@@ -116,7 +111,7 @@ def moved(model: nn.Module, kind: str, seed: int) -> nn.Module:
     if kind == "permutations":
         permuted(twin, seed)
     elif kind in ("qk", "vo"):
-        apply_random_symmetry_(twin, seed=seed, pairs=[p for p in canonical_form(twin).pairs if p.kind == kind])
+        apply_random_symmetry_(twin, seed=seed, pairs=find(twin).of_kind([kind]).of_full_rank().pairs)
     else:
         apply_random_moves_(twin, seed=seed, kinds=[kind])
     return twin
@@ -138,7 +133,7 @@ def features(seed: int) -> list[dict[str, Any]]:
     words = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(seed))
     rows, folded = [], copy.deepcopy(model)
     apply_random_moves_(folded, kinds=[])
-    kinds = dict.fromkeys(s.kind for s in canonical_form(model).symmetries)
+    kinds = dict.fromkeys(a.kind for a in find(model, kinds=ALL).actions)
     twins = {kind: (folded, moved(folded, kind, seed)) for kind in (*kinds, "qk", "vo", "permutations")}
     for kind, (one, twin) in {**twins, "all folded": (model, folded), "another network": (model, other)}.items():
         change = (twin(words).logits - one(words).logits).abs().max() / one(words).logits.abs().max()
@@ -204,7 +199,7 @@ def kinship(folder: Path, texts: Path, out: Path) -> list[dict[str, Any]]:
     nets |= {name: trained(name, folder, texts, out) for name in (*FINE_TUNES, *UNRELATED)}
     twin = random_element(nets["fine-tune 2"], 0).of(nets["fine-tune 2"])
     apply_random_moves_(twin)
-    apply_random_symmetry_(twin, pairs=canonical_form(twin).pairs)
+    apply_random_symmetry_(twin, pairs=find(twin, kinds=("heads", "neurons")).of_full_rank().pairs)
     nets["fine-tune 2, moved"] = twin
     rows = []
     for one, other in itertools.combinations(nets, 2):

@@ -14,6 +14,7 @@ from typing import Any
 import _vit_cifar10
 import torch
 from _common import RESULTS, write
+from torch import nn
 from torch.nn import functional as F
 
 import sharpness
@@ -55,18 +56,19 @@ def one(options: argparse.Namespace, measure: str, rho: float) -> dict[str, Any]
         moved = replace(direction, measure=along(measure, way))
         with sharpness.perturbed(model, moved) as there, torch.no_grad():
             losses[way] = float(F.cross_entropy(there(x), y))
-            ends[way] = products(direction)
+            ends[way] = products(there, direction)
     with torch.no_grad():
-        travelled = (ends["exact"] - products(direction)).norm()
+        travelled = (ends["exact"] - products(model, direction)).norm()
     row["loss_along_the_exact_worst_direction"] = losses
     row["endpoint_error"] = {k: float(f"{float((v - ends['exact']).norm() / travelled):.3g}") for k, v in ends.items()}
     print(row, flush=True)
     return row
 
 
-def products(direction: sharpness.Direction) -> torch.Tensor:
+def products(model: nn.Module, direction: sharpness.Direction) -> torch.Tensor:
     """What the network sees of all pairs."""
-    return torch.cat([p.manifold().to_matrix(p.gather()).flatten() for p in direction.pairs])
+    weights = dict(model.named_parameters())
+    return torch.cat([p.manifold().to_matrix(p.gather(weights)).flatten() for p in direction.symmetries.pairs])
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -1,8 +1,8 @@
 """Compare this checkout with another commit in some hundred numbers, all in float64.
 
 ``python golden.py COMMIT`` prints each number's relative difference, largest last, and ends with 1 if one is above
-1e-8. Every commit runs its own copy of this file, so a number survives a renamed function: keep its name. A commit
-that has none is run by this one. ``python golden.py`` prints the numbers of the checkout.
+1e-8. Every commit runs its own copy of this file, so a number survives a renamed function: keep its name. ``python
+golden.py`` prints the numbers of the checkout.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def measures(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
 
 def comparisons(model: nn.Module) -> Numbers:
     """Distances, canonical form, aligning."""
-    from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
+    from quotient_manifolds.symmetries import find, model_distance
     from quotient_manifolds.symmetries.whole import align_models, canonicalize_
 
     other = copy.deepcopy(model)
@@ -117,14 +117,15 @@ def comparisons(model: nn.Module) -> Numbers:
     with torch.no_grad():
         for p in other.parameters():
             p.add_(0.02 * torch.randn_like(p))
-    yield "number of pairs", float(len(find_symmetric_pairs(model, include_frozen=True)))
+    found = find(model)
+    yield "number of pairs", float(len(found.pairs) + len(found.refused))
     for metric in ("inv", "mix"):
         yield f"distance, {metric}", model_distance(model, other, metric=metric).total
     if any("lora" in name for name, _ in model.named_parameters()):
         return
     yield "distance of aligned networks", align_models(model, other)[1].distance
     canonical = copy.deepcopy(model)
-    yield "dimension of the symmetries", float(sum(canonicalize_(canonical).dimensions.values()))
+    yield "dimension of the symmetries", float(sum(canonicalize_(canonical).symmetries.dimensions.values()))
     yield "size of the canonical form", math.sqrt(sum(float(p.detach().square().sum()) for p in canonical.parameters()))
 
 
@@ -135,9 +136,10 @@ def steps(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
     from quotient_manifolds.symmetries import find
 
     def sgd(m: nn.Module) -> Any:
-        found = find(m).without_null()
-        held = {name for p in (*found.pairs, *found.refused) for name in p.names}
-        return QuotientSGD([w for w in m.named_parameters() if w[0] in held], found, lr=1e-2, momentum=0.5)
+        weights = {name: p for name, p in m.named_parameters() if p.requires_grad}
+        found = find(m).without_null().restricted(weights)
+        held = {name for pair in found.pairs for name in pair.names}
+        return QuotientSGD([(n, p) for n, p in weights.items() if n in held], found.pairs, lr=1e-2, momentum=0.5)
 
     def sam(m: nn.Module) -> Any:
         base = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.05)
@@ -235,8 +237,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         archive = subprocess.run(["git", "archive", options.old], cwd=ROOT, check=True, stdout=subprocess.PIPE)
         subprocess.run(["tar", "-x", "-C", place], input=archive.stdout, check=True)
-        own = Path(place) / "benchmarks" / Path(__file__).name
-        old = run(Path(place), own if own.exists() else Path(__file__))
+        old = run(Path(place), Path(place) / "benchmarks" / Path(__file__).name)
     rows = compare(old, run(ROOT, Path(__file__)))
     for apart, name in rows:
         print(f"{apart:8.1e}  {name}")

@@ -55,7 +55,7 @@ class Classifier(nn.Module):
 @register_wiring(Classifier)
 def tower(model: Classifier) -> Wiring:
     """Wire the tower; the head reads its projection."""
-    found = wiring_of(model.visual)
+    found = wiring_of(model, "visual")
     assert found is not None
     return found
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.passes import default_forward
-from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
-from quotient_manifolds.weights import pointing_to
+from quotient_manifolds.symmetries import find, model_distance
+from quotient_manifolds.weights import pointing_to, weights_of
 from sharpness.building import trainable
 from sharpness.losses import IGNORED, Objective, labels_of, to_float32
 
@@ -105,8 +105,7 @@ def geodesic_distance(model: nn.Module, start: Mapping[str, Tensor]) -> float | 
     That is :func:`quotient_manifolds.symmetries.model_distance` of the model and a copy with all weights that the state
     dict θ₀ has too. None if the model has no such pairs, or a distance cannot be computed.
     """
-    pairs = find_symmetric_pairs(model, include_frozen=True)
-    if all(p.group is None for p in pairs):
+    if not find(model).of_full_rank().pairs:
         return None
     initial = copy.deepcopy(model)
     for name, p in initial.named_parameters():
@@ -223,22 +222,22 @@ def critical_sharpness(
     one forward and backward pass for the gradient. On a quadratic loss it is the Rayleigh quotient of the gradient; it
     is not invariant.
     """
-    objective, weights = Objective(micro_batch=micro_batch), [p for p in model.parameters() if p.requires_grad]
-    base, sums = 0.0, dict[Tensor, Tensor]()
+    objective, base, sums = Objective(micro_batch=micro_batch), 0.0, dict[str, Tensor]()
+    weights = {name: p for name, p in weights_of(model).items() if p.requires_grad}
     for share, part in objective.pieces(model, batch):
         loss = share * objective(model, part).loss
         base += float(loss.detach())
-        for p, g in zip(weights, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        for name, g in zip(weights, found, strict=True):
             if g is not None:
-                sums[p] = sums[p] + g if p in sums else g
-    moved = list(sums.items())
-    square = sum(float(g.double().square().sum()) for _, g in moved)
+                sums[name] = sums[name] + g if name in sums else g
+    square = sum(float(g.double().square().sum()) for g in sums.values())
     if square == 0:
         return None
     low, high, step = 0.0, float("inf"), 4 * base / square
     with torch.no_grad():
         for _ in range(passes):
-            with pointing_to(model, {p: p - step * g for p, g in moved}):
+            with pointing_to(model, {name: weights[name] - step * g for name, g in sums.items()}):
                 rises = not objective.value(model, batch) <= base  # one that is not finite counts as a rise
             low, high = (low, step) if rises else (step, high)
             step = high / 4 if low == 0 else low * 4 if high == float("inf") else (low * high) ** 0.5

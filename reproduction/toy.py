@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds import GLQuotientInv, QuotientManifold, RescaleQuotient
-from quotient_manifolds.symmetries import GL, SymmetricPair, block, pair
+from quotient_manifolds.symmetries import GL, SymmetricPair, Symmetries, pair, slot
 from sharpness.evaluation import evaluate, progress_bar
 from sharpness.files import check_folder, write_json
 
@@ -44,7 +44,7 @@ class Toy(nn.Module):
 
     def pair(self) -> SymmetricPair:
         """Return the pair G = θ₁, H = θ₂ with the group GL(1)."""
-        return pair([block(self, "theta1")], [block(self, "theta2")], GL(1), name="toy")
+        return pair([slot(self, "theta1")], [slot(self, "theta2")], GL(1), name="toy")
 
 
 def closed_forms(theta1: float, theta2: float, x: float, y: float, rho: float) -> dict[str, float]:
@@ -226,7 +226,7 @@ def _sharpness(
             batch = (torch.tensor([x], dtype=torch.float64), torch.tensor([y], dtype=torch.float64))
             found = evaluate(
                 model, [batch], lambda m, b: (m(b[0]) - b[1]).square().sum(), measure="geodesic-inv", rho=rho,
-                steps=60, restarts=1, pairs=[model.pair()], progress=False,
+                steps=60, restarts=1, symmetries=Symmetries((model.pair(),)), progress=False,
             )  # fmt: skip
             measured["measured (second-order geodesic)"].append(float(found))
             shown.update()

@@ -106,7 +106,7 @@ def _wiring(model: Any) -> Wiring:
         return wire(w, model, _LAYOUT, [head])
     wire(w, model, replace(_LAYOUT, last="", post_norm=True), [])
     w.writers = [(name, a) for name, a in w.writers if name != "patch_embed.proj"]
-    w.tables = [("the last shift", b) for b in w.sites[-1].norm.blocks[1:]]
+    w.tables = [("the last shift", b) for b in w.sites[-1].norm.slots[1:]]
     w.sites.append(Site("mlp_head.0", norm(model, "mlp_head.0"), (head,)))
     w.closed = False
     return w

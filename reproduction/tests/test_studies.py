@@ -8,7 +8,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds import GLQuotientInv, RescaleQuotient
-from quotient_manifolds.symmetries import GL, block, pair
+from quotient_manifolds.symmetries import GL, Symmetries, pair, slot
 from reproduction import cli, diagonal, toy
 from reproduction.trust_region import maximise_quadratic
 
@@ -138,12 +138,12 @@ def test_maxima_against_the_library(trained, measures):
         u, v = np.linspace(0.7, 1.5, 20), np.linspace(1.2, 0.6, 20) * sign
     model = Diagonal(u, v)
     batch = (torch.from_numpy(problem.X), torch.from_numpy(problem.y))
-    own = [pair([block(model, "u")], [block(model, "v")], GL(20, diagonal=True))]
+    own = Symmetries((pair([slot(model, "u")], [slot(model, "v")], GL(20, diagonal=True)),))
     expected = diagonal.maximised(problem, u, v, rho, steps=300)
     for measure in measures:
         found = sharpness.evaluate(
             model, [batch], lambda m, b: (m(b[0]) - b[1]).square().sum(), measure=measure, rho=rho, steps=300,
-            restarts=4, pairs=own,
+            restarts=4, symmetries=own,
         )  # fmt: skip
         assert float(found) == pytest.approx(expected[measure.removeprefix("geodesic-")], rel=1e-3)
 
@@ -247,7 +247,7 @@ def test_toy_sharpness_against_its_closed_form(theta):
         closed = toy.closed_forms(*theta, x, y, rho)
         found = sharpness.evaluate(
             model, [batch], lambda m, b: (m(b[0]) - b[1]).square().sum(), rho=rho, steps=80, restarts=2,
-            pairs=[model.pair()],
+            symmetries=Symmetries((model.pair(),)),
         )  # fmt: skip
         assert float(found) == pytest.approx(closed["retraction"], rel=1e-6)
         assert closed["second order"] == pytest.approx(closed["exact"], rel=3 * rho)
