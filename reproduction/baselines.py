@@ -46,8 +46,8 @@ def baselines(
     The distances are those from the initial weights, a state dict. Weights in half precision are taken in
     float32, since small steps would be rounded away.
     """
-    moving = [p for p in model.parameters() if p.requires_grad and p.dtype != at_least_float32(p.dtype)]
-    wide: dict[Tensor, Tensor] = {p: p.data.to(at_least_float32(p.dtype)) for p in moving}
+    moving = {n: p for n, p in weights_of(model).items() if p.requires_grad and p.dtype != at_least_float32(p.dtype)}
+    wide = {name: p.data.to(at_least_float32(p.dtype)) for name, p in moving.items()}
     batches = [to_float32(batch) for batch in batches] if moving else list(batches)
     with pointing_to(model, wide):
         parts = [part for batch in batches for _, part in Objective(micro_batch=_PIECE).pieces(model, batch)]

@@ -155,8 +155,9 @@ def vector_lengths(
     """
     weights, wiring = weights_of(model), symmetries.wiring or Wiring()
     values = read or (lambda name: weights[name].detach())
-    still = [r for r in symmetries.refused if r.cause is Cause.FROZEN and r.H]
-    moved = masks((s for p in (*symmetries.pairs, *still) for s in p.slots), weights)
+    of_pairs = [s for p in symmetries.pairs for s in p.slots]
+    of_pairs += [s for r in symmetries.refused if r.cause is Cause.FROZEN and r.H for s in r.slots]
+    moved = masks(of_pairs, weights)
 
     def inside(name: str) -> Tensor:
         p = weights[name]

@@ -156,7 +156,7 @@ def hessian(
     Parameters
     ----------
     model, batches, loss_fn, **options
-        As :func:`evaluate` takes them: measure, symmetries, micro_batch, group, the seed of the random vectors and so on.
+        As :func:`evaluate` takes them: measure, symmetries, micro_batch, group, the random vectors' seed and so on.
     num_matvecs : int
         Products with the Hessian for its trace, rounded down to a multiple of 3.
 

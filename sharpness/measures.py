@@ -364,7 +364,7 @@ class PairBlock:
 
     @torch.no_grad()
     def refresh(self, weights: Tensors, *, factorise: bool) -> None:
-        """Go to the weights' own representative. The gauge may be an older one: any that is well conditioned will do."""
+        """Go to the weights' own representative. The gauge may be an older one: any well conditioned one will do."""
         x, gauge = self.stack.gather(weights), self.tangent.gauge
         if factorise or not bool(self.tangent.present.all()):
             gauge = canonical_gauge(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype, x.device)

@@ -301,7 +301,7 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
     found, plain = find(model, batch, forward=losses), plain_names(model)
     classes = {plain(name): type(m).__name__ for name, m in model.named_modules() if handler_of(m) is None}
     counts, reasons = Counter[str](), dict[str, dict[str, None]]()
-    for p in (*found.pairs, *found.refused):
+    for p in found.claims:
         if p.module in classes:
             counts[classes[p.module]] += isinstance(p, SymmetricPair)
             of_class = reasons.setdefault(classes[p.module], {})
@@ -369,7 +369,7 @@ def _at_canonical_form(
 
 def _halting(symmetries: Symmetries, moving: Collection[str]) -> set[str]:
     """Name the weights that, not moving, keep symmetries from being divided out that would move lengths of others."""
-    adapters = {name for r in (*symmetries.pairs, *symmetries.refused) if r.kind == "lora" for name in r.names}
+    adapters = {name for r in symmetries.claims if r.kind == "lora" for name in r.names}
     # The lengths of neurons go with their scale, and those of vectors do not depend on a rotation of the stream.
     halves = [
         set(r.names)

@@ -183,7 +183,7 @@ def _hidden(model: nn.Module, symmetries: Symmetries) -> set[str]:
     """Return the names of the weights of linear layers, except the last one, embeddings' and adapters'."""
     plain, first = plain_names(model), first_names(model)
     names = {m: plain(f"{path}.weight".removeprefix(".")) for path, m in model.named_modules()}
-    adapters = {name for p in (*symmetries.pairs, *symmetries.refused) if p.kind == "lora" for name in p.names}
+    adapters = {name for p in symmetries.claims if p.kind == "lora" for name in p.names}
     linear = [name for m, name in names.items() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
     layers = [first.get(name, name) for name in linear if name not in adapters]
     tables = {name for m, name in names.items() if isinstance(m, nn.Embedding)}

@@ -122,7 +122,7 @@ class QuotientOptimizer(Optimizer):
         given = symmetries if isinstance(symmetries, Symmetries) else Symmetries(tuple(check_pairs(symmetries)))
         old = [p for s in self._stacks for p in s.given]
         for group in self.param_groups if self._within is None else ():
-            known = {name for p in (*old, *given.pairs, *given.refused) for name in p.names}
+            known = {name for p in old for name in p.names} | {name for p in given.claims for name in p.names}
             group["param_names"] = unwrapped(group["param_names"], known)
         weights = self._weights()
         home = {name: i for i, group in enumerate(self.param_groups) for name in group["param_names"]}

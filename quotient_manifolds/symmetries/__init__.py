@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..compare import ModelDistance, PairDistance, model_distance
     from .attention import Heads, Projection, attention_pairs
     from .discovery import ALL, apply_random_symmetry_, find, verify
+    from .exchange import from_json, moved_weights, to_json
     from .parameters import manifold_parameters_, plain_parameters_
     from .registry import UnknownAttentionError, check_coverage, register_attention, skip
 
@@ -43,22 +44,25 @@ __all__ = [
     "default_forward",
     "factor_pair",
     "find",
+    "from_json",
     "lora_pairs_by_name",
     "manifold_parameters_",
     "model_distance",
+    "moved_weights",
     "pair",
     "plain_parameters_",
     "register_attention",
     "skip",
     "slot",
     "stacks",
+    "to_json",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import what only some programs use: optimisers of adapters do without the classes of attention."""
-    for file in (".attention", ".registry", ".discovery", ".parameters", "..compare") if name in __all__ else ():
+    for file in (".attention", ".registry", ".discovery", ".parameters", ".exchange", "..compare") if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):
             return globals().setdefault(name, getattr(module, name))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..passes import Forward, Run, Wide, default_forward
-from ..weights import check_model, check_whole, is_point, plain_names, running_copy, weights_of
+from ..weights import check_model, check_whole, first_names, is_point, plain_names, running_copy, weights_of
 from .certificate import ROUNDING, Certificate, broken, certify, change, move_stacks_, moved, output_gradients
 from .examination import examine_model
 from .found import Symmetries, check_symmetries
@@ -106,7 +106,8 @@ def _claimed(model: nn.Module, run: Run | None, kinds: Collection[str] = PAIRS) 
     found = settled(found, model)
     if prefix_tuned(model):
         found = [p if p.kind == "lora" else refused(p, Cause.BROKEN, _PREFIXED) for p in found]
-    return Symmetries.of_claims(_with_points(model, found) if "points" in kinds else found)
+    claims = _with_points(model, found) if "points" in kinds else found
+    return replace(Symmetries.of_claims(claims), tied=tuple(sorted(first_names(model).items())))
 
 
 def _with_points(model: nn.Module, claims: list[Claim]) -> list[Claim]:
@@ -134,8 +135,11 @@ def with_wiring(
         return found
     # Beside a key that is always zero, attention weights do not sum to 1.
     zero_key = {plain(path) for path, m in model.named_modules() if getattr(m, "add_zero_attn", False)}
-    computed = [r for r in found.refused if r.cause is Cause.COMPUTED]  # beside pruned queries a key bias has no effect
-    heads = [p for p in (*found.pairs, *computed) if p.module not in zero_key]
+    heads = [  # beside pruned queries, too, a key bias has no effect
+        p
+        for p in found.claims
+        if (isinstance(p, SymmetricPair) or p.cause is Cause.COMPUTED) and p.module not in zero_key
+    ]
     actions, refusals = actions_of(wiring, heads, weights, classes=classes)
     return replace(found, actions=tuple(actions), refused=found.refused + tuple(refusals))
 

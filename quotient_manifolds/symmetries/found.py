@@ -31,6 +31,8 @@ class Symmetries:
         All other symmetries, in the order of folding.
     wiring : Wiring or None
         How the network is wired, if it was asked for and is known.
+    tied : tuple of (str, str)
+        Further names of tied weights in the model's state dict, each with the first one, which slots have.
 
     Examples
     --------
@@ -47,6 +49,7 @@ class Symmetries:
     refused: tuple[Refusal, ...] = ()
     actions: tuple[Action, ...] = field(default=(), repr=False)
     wiring: Wiring | None = field(default=None, repr=False)
+    tied: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @classmethod
     def of_claims(cls, claims: Iterable[Claim]) -> Symmetries:
@@ -54,6 +57,11 @@ class Symmetries:
         claims = list(claims)
         pairs = tuple(p for p in claims if isinstance(p, SymmetricPair))
         return cls(pairs, tuple(p for p in claims if isinstance(p, Refusal)))
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Pairs and refusals."""
+        return (*self.pairs, *self.refused)
 
     @property
     def dimension(self) -> int:
@@ -64,8 +72,10 @@ class Symmetries:
     def dimensions(self) -> dict[str, int]:
         """The dimension of every kind of symmetry."""
         found: Counter[str] = Counter()
-        for each in (*self.pairs, *self.actions):
-            found[each.kind] += each.dimension
+        for p in self.pairs:
+            found[p.kind] += p.dimension
+        for a in self.actions:
+            found[a.kind] += a.dimension
         return dict(found)
 
     @property
@@ -108,7 +118,7 @@ class Symmetries:
         ValueError
             One has the name of another, or shares numbers with it.
         """
-        names = {p.name for p in (*self.pairs, *self.refused)}
+        names = {p.name for p in self.claims}
         for p in check_pairs(pairs):
             if p.name in names:
                 raise ValueError(f"two pairs are called {p.name!r}; give each of yours another name: pair(…, name=…)")
@@ -138,7 +148,7 @@ class Symmetries:
 
     def __str__(self) -> str:
         lines: Counter[tuple[str, str]] = Counter()
-        for p in (*self.pairs, *self.refused):
+        for p in self.claims:
             place = p.name if p.head is None else f"{p.module} {p.kind}"
             what = f"none ({p.reason})" if isinstance(p, Refusal) else f"{p.group}, {p.n}+{p.m} rows"
             lines[place, what] += 1

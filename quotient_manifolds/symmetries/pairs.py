@@ -394,5 +394,5 @@ def merged(claims: Iterable[Claim]) -> list[Claim]:
             continue
         for j in others:
             del found[j]
-        found[first] = replace(parts[0], G=G, H=H, null=null)  # type: ignore[arg-type]
+        found[first] = replace(parts[0], G=G, H=H, null=null)
     return list(found.values())

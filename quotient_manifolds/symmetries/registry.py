@@ -238,7 +238,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
     with eager(), Watch(model) as watch:
         result = run()
-    plain, claims = plain_names(model), [p for p in (*known.pairs, *known.refused) if p.kind != "lora"]
+    plain, claims = plain_names(model), [p for p in known.claims if p.kind != "lora"]
     missed = {r.module: r for r in known.refused if r.kind != "lora" and r.cause.unexamined}
     examined = {p.module for p in claims} - set(missed)
     covered_modules = {n: m for n, m in model.named_modules() if handler_of(m) is not None or plain(n) in examined}

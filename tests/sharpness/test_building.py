@@ -14,8 +14,8 @@ from quotient_manifolds.symmetries import (
     GL,
     Slot,
     SymmetricPair,
-    apply_random_symmetry_,
     Symmetries,
+    apply_random_symmetry_,
     find,
     pair,
     registry,
@@ -23,9 +23,9 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.discovery import ALL
 from quotient_manifolds.symmetries.whole import apply_random_moves_
+from quotient_manifolds.weights import weights_of
 from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
-from quotient_manifolds.weights import weights_of
 from sharpness.building import trainable, vector_lengths
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE

@@ -326,7 +326,13 @@ def test_weights_behind_a_cache_that_stays_are_named():
     )
 
 
-OURS = ("quotient_manifolds/weights.py", "quotient_manifolds/passes.py", "sharpness/measuring.py", "sharpness/space.py", "contextlib.py")
+OURS = (
+    "quotient_manifolds/weights.py",
+    "quotient_manifolds/passes.py",
+    "sharpness/measuring.py",
+    "sharpness/space.py",
+    "contextlib.py",
+)
 
 
 class Filling(nn.Module):

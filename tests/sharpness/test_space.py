@@ -139,7 +139,7 @@ def test_complex_pairs_beside_an_odd_number_of_coordinates():
 def test_pairs_that_are_not_the_models_are_named():
     model, batch = networks.vit(), networks.images()
     found = find(networks.bert())
-    with pytest.raises(ValueError, match="qk head 0' belongs to another model: ViTForImageClassification has no weight"):
+    with pytest.raises(ValueError, match="head 0' belongs to another model: ViTForImageClassification has no weight"):
         sharpness.evaluate(model, [batch], rho=0.1, symmetries=found)
     with pytest.raises(TypeError, match="as find"):
         sharpness.evaluate(model, [batch], rho=0.1, symmetries=list(find(model).pairs))
@@ -204,9 +204,7 @@ def test_spectrum_is_that_of_the_products(coordinates):
     weights = dict(model.named_parameters())
     found = stacks(find(model).pairs, weights)
     products = [s.manifold().to_matrix(s.gather(weights).detach()) for s in found]
-    least = min(
-        float(torch.linalg.svdvals(p)[:, s.group.h - 1].min()) for p, s in zip(products, found, strict=True)
-    )
+    least = min(float(torch.linalg.svdvals(p)[:, s.group.h - 1].min()) for p, s in zip(products, found, strict=True))
     assert space.spectrum() == (pytest.approx(least, rel=1e-9), 0)
     assert space.num_exited_pairs(space.random(torch.Generator())) == 0
     assert space.evidence.missing()[0] == {p.name for p in space.pairs}

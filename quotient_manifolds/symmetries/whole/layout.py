@@ -306,5 +306,5 @@ def _add_embeddings(w: Wiring, root: nn.Module, layout: Layout, name: str, at: s
     base = root.get_submodule(at)
     for term, (n, module) in product(layout.scores.split(), base.named_modules()):
         if has(module, term.split("[")[0]):
-            rows = tuple(table(root, within(within(at, n).removesuffix("."), term)))
-            w.score_tables.append((f"{name}{n} {term}", rows))
+            scores = tuple(table(root, within(within(at, n).removesuffix("."), term)))
+            w.score_tables.append((f"{name}{n} {term}", scores))

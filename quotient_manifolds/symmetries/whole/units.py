@@ -160,7 +160,7 @@ def cells_of(symmetries: Symmetries, weights: Mapping[str, Tensor]) -> list[Cell
     """List the cells of a network in canonical form; none shares a weight, or has what is computed."""
     w = symmetries.wiring or Wiring()
     by_module = defaultdict[str, list[Claim]](list)
-    for p in (*symmetries.pairs, *symmetries.refused):
+    for p in symmetries.claims:
         if p.G and p.kind in ("qk", "vo") and (isinstance(p, SymmetricPair) or (p.kind == "qk" and w.qk_norms)):
             by_module[p.module].append(p)
     found = _bound([c for name, claims in by_module.items() for c in _heads(name, claims)], w)

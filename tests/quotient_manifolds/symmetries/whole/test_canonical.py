@@ -1,5 +1,4 @@
 import copy
-import re
 from dataclasses import replace
 
 import pytest
