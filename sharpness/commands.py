@@ -241,9 +241,10 @@ def symmetries(
     checkpoint: str | None = None,
     verify: bool = False,
     complete: bool = False,
+    json: bool = False,
     **chosen: Any,
 ) -> int:
-    """List the symmetries of a model's attention and LoRA weights.
+    """List the symmetries of a model's weights.
 
     List, layer by layer, which weights of a model can be changed without changing its
     function. The package examines attention of a class that it does not know, on examples
@@ -252,6 +253,7 @@ def symmetries(
     in a shell:
       sharpness symmetries path/to/bert --verify
       sharpness symmetries path/to/vit --complete
+      sharpness symmetries path/to/vit --json > symmetries.json
 
     Parameters
     ----------
@@ -265,8 +267,10 @@ def symmetries(
         Move every pair along its symmetry. If outputs change, the exit code is 1.
     complete
         Count every continuous symmetry, by kind.
+    json
+        Print every continuous symmetry as JSON, for other programs.
     """
-    from quotient_manifolds.symmetries import ALL, check_coverage, default_forward, find
+    from quotient_manifolds.symmetries import ALL, check_coverage, default_forward, find, to_json
     from quotient_manifolds.symmetries import verify as verify_pairs
     from quotient_manifolds.symmetries.discovery import PAIRS
     from quotient_manifolds.symmetries.whole import verify_whole
@@ -278,8 +282,10 @@ def symmetries(
     if data is not None:
         batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
     with naming(f"{model} cannot be examined; --data gives it other inputs"):
-        found = find(network, batch, kinds=ALL if complete else PAIRS)
-        print(found.table() if complete else found)
+        found = find(network, batch, kinds=ALL if complete or json else PAIRS)
+        print(to_json(found) if json else found.table() if complete else found)
+    if json and verify:
+        raise ValueError("--json prints nothing but symmetries; leave out --verify")
     if not verify:
         return 0
     if batch is None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import sharpness
-from quotient_manifolds.symmetries import modules as module
+from quotient_manifolds import passes
+from quotient_manifolds import weights as module
 from sharpness import curvature, models, plots
 from tests import networks
 from tests.snapshots import ALL, assert_same, snapshot
@@ -486,7 +487,7 @@ def test_cached_parametrizations_do_not_change_the_value():
 
 SHARED = {
     "fast path": (module._shortcuts, torch.backends.mha.get_fastpath_enabled, True),
-    "compiled code": (module.eager, lambda: torch._dynamo.eval_frame._stance.stance, "default"),
+    "compiled code": (passes.eager, lambda: torch._dynamo.eval_frame._stance.stance, "default"),
     "kernels": (curvature._plain_attention, torch.backends.cuda.flash_sdp_enabled, True),
     "words": (models.quiet, transformers.logging.get_verbosity, transformers.logging.WARNING),
 }

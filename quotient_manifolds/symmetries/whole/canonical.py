@@ -42,6 +42,11 @@ class CanonicalForm:
     Examples
     --------
     See :func:`canonical_form`.
+
+    >>> from quotient_manifolds.symmetries import Symmetries
+    >>> from quotient_manifolds.symmetries.whole import canonical_form
+    >>> canonical_form({}, Symmetries()).values
+    {}
     """
 
     values: dict[str, Tensor] = field(repr=False)
