@@ -222,7 +222,9 @@ def _of_curves(p: _RandomPoint, order: int) -> Iterator[tuple[str, float, float 
     represented = manifold.inner(x, gradient, u).sum()
     yield "gradient represents the derivative", 1e-8, (represented - (egrad.conj() * u).real.sum()).abs() / length
     yield "gradient is equivariant", 1e-8, _difference(manifold.egrad2rgrad(p.y, p.egrad(p.y)), p.moved(gradient))
-    rest = {t: p.function(manifold.retr(x, t * u)) - value - t * represented for t in _STEPS}
+    # Of the two sides one has terms of even and odd orders with equal signs, which do not cancel.
+    sides = {t: [p.function(manifold.retr(x, s * u)) - value - s * represented for s in (t, -t)] for t in _STEPS}
+    rest = {t: torch.stack(both) for t, both in sides.items()}
     yield "gradient: slope of the remainder", 1.9, _slope(rest, max(length, abs(float(value))))
     # ⟨a, v⟩ = ½ D_v⟨u, u⟩ − D_u⟨u, v⟩ for every v.
     change = jvp(lambda z: manifold.inner(z, u, u).sum(), (x,), (v,))[1]
