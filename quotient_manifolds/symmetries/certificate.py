@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -260,7 +261,7 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
 @torch.no_grad()
 def move_stacks_(found: Iterable[PairStack], weights: Mapping[str, Tensor], condition: float, seed: int) -> None:
     """Move pairs from their balanced representatives along their orbits, by random elements of the groups."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(operator.index(seed))
     for s in found:
         x = in_double(s.gather(weights))
         A = random_elements(x, condition, generator)

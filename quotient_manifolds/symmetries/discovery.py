@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -274,6 +275,7 @@ def verify(
     ['layers']
     """
     check_whole(model)
+    generator = torch.Generator().manual_seed(operator.index(seed))
     with running_copy(model, batch, forward) as (twin, run):
         before = run()
         if not before:
@@ -288,7 +290,6 @@ def verify(
         gradients: dict[str, Tensor] = {}
         with suppress(RuntimeError), Wide():  # outputs that cannot be differentiated certify nothing; moves decide
             moving = {name: weights[name] for s in found for name in s.names}
-            generator = torch.Generator().manual_seed(seed)
             gradients = output_gradients(lambda: [t[t.isfinite()] for t in run()], moving, generator)
         certificate = certify(found, weights, gradients, tolerance=1e-8)
         changes = {}

@@ -19,6 +19,7 @@ from quotient_manifolds.symmetries import (
     Projection,
     SymmetricPair,
     Symmetries,
+    apply_random_symmetry_,
     attention_pairs,
     check_coverage,
     find,
@@ -356,6 +357,14 @@ def test_a_forward_pass_that_autograd_cannot_follow_is_verified_by_moves():
     assert found.ok
     assert found.residuals == {}
     assert found.changes
+
+
+def test_a_seed_is_a_number():
+    """Else a certificate of nothing passed for a success, without moves."""
+    model, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 3, 8)
+    for use in (lambda: verify(model, x, seed=None, moves=False), lambda: apply_random_symmetry_(model, seed={})):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            use()
 
 
 def test_a_pruned_model_is_verified():
