@@ -31,11 +31,11 @@ class ManifoldCheck:
     Attributes
     ----------
     name : str
-        The property that was checked; it has the word "slope" in it if a slope was measured, and no error.
+        The property that was checked.
     value : float
         Largest relative error, or the slope of an error.
     bound : float
-        Bound that an error must not exceed, or a slope must reach.
+        Bound below 1 that an error must not exceed, or above 1 that a slope must reach.
 
     Examples
     --------
@@ -51,7 +51,7 @@ class ManifoldCheck:
     @property
     def excess(self) -> float:
         """By how much the bound is missed; not positive where it is kept, and inf for NaN."""
-        excess = self.bound - self.value if "slope" in self.name else self.value - self.bound
+        excess = self.bound - self.value if self.bound > 1 else self.value - self.bound
         return math.inf if math.isnan(excess) else excess
 
     @property
@@ -60,7 +60,7 @@ class ManifoldCheck:
         return self.excess <= 0
 
     def __str__(self) -> str:
-        kind, sign = ("slope", "≥") if "slope" in self.name else ("error", "≤")
+        kind, sign = ("slope", "≥") if self.bound > 1 else ("error", "≤")
         state, relation = ("ok", sign) if self.ok else ("FAILED", f"not {sign}")
         return f"{state:<8}{self.name:<38}{kind} {self.value:.3g} {relation} {self.bound:.3g}"
 

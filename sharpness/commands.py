@@ -227,11 +227,11 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
         found = judge(*two)
     if out is not None and not found.distances.empty:
         write_text(out, found.distances.to_csv(index_label="kind"))
-    say([found.verdict], "1")
+    say([found.verdict.value], "1")
     print(*found.evidence, sep="\n")
     if out is not None and found.distances.empty:
         say([f"- there are no distances to write to {out}: the weights could not be aligned"], "33")
-    return 0 if found.verdict.startswith("one function") else 1
+    return 0 if found.verdict.same else 1
 
 
 def symmetries(

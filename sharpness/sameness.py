@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from itertools import product
 from typing import Any
 
@@ -25,15 +26,35 @@ with require_extra("comparing two models needs pandas", "plot"):
     import pandas as pd
 
 
+class Verdict(Enum):
+    """What two networks are to each other; the value says it in words.
+
+    Examples
+    --------
+    >>> Verdict.UNRELATED.value
+    'unrelated'
+    """
+
+    SAME = "one function"
+    FORMATS = "one function in two formats"
+    TUNED = "fine-tunes of one another, or of one model"
+    UNRELATED = "unrelated"
+    #: Nothing says whether they are related.
+    DIFFERENT = "not one function"
+
+    @property
+    def same(self) -> bool:
+        """Whether they are one function."""
+        return self in (Verdict.SAME, Verdict.FORMATS)
+
+
 @dataclass(frozen=True)
 class Sameness:
     """What :func:`judge` has found.
 
     Attributes
     ----------
-    verdict : str
-        ``"one function"``, ``"one function in two formats"``, ``"fine-tunes of one another, or of one model"``,
-        ``"unrelated"``, or ``"not one function"`` if nothing says whether they are related.
+    verdict : Verdict
     evidence : tuple of str
     distances : pandas.DataFrame
         Distances of the weights by kind, before and after the alignment, relative to the norm of all; empty if the
@@ -43,11 +64,11 @@ class Sameness:
     --------
     See :func:`judge`.
 
-    >>> Sameness("unrelated", ("p = 0.3",), pd.DataFrame()).evidence
+    >>> Sameness(Verdict.UNRELATED, ("p = 0.3",), pd.DataFrame()).evidence
     ('p = 0.3',)
     """
 
-    verdict: str
+    verdict: Verdict
     evidence: tuple[str, ...]
     distances: pd.DataFrame
 
@@ -83,7 +104,7 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     >>> one = LoadedModel(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 3, 8))
     >>> other = copy.deepcopy(one)
     >>> _ = apply_random_symmetry_(other.model)
-    >>> judge(one, other).verdict
+    >>> judge(one, other).verdict.value
     'one function'
     """
     dtypes = {p.dtype for m in (one, other) for p in m.model.parameters()}
@@ -114,22 +135,22 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     same = apart <= tolerance or (near and (bool(formats) or not apart > 100 * tolerance))
     verdict, of_neurons = _kinship(a, b, needed=not same and distances.empty)
     if same:
-        verdict = "one function in two formats" if formats else "one function"
+        verdict = Verdict.FORMATS if formats else Verdict.SAME
     of_outputs = "not compared" if math.isnan(apart) else f"largest relative change {apart:.0e}"
     return Sameness(verdict, (f"outputs on random inputs: {of_outputs}", of_neurons, *evidence), distances)
 
 
-def _kinship(a: nn.Module, b: nn.Module, *, needed: bool) -> tuple[str, str]:
+def _kinship(a: nn.Module, b: nn.Module, *, needed: bool) -> tuple[Verdict, str]:
     """Return the verdict on two functions and its evidence; without a p-value raise if it is needed."""
     try:
         test = independence_test(a, b)
     except ValueError as error:
         if needed:
             raise
-        return "not one function", f"no p-value: {error}"
+        return Verdict.DIFFERENT, f"no p-value: {error}"
     p = f"= {test.p_value:.2g}" if test.p_value > 1e-99 else "< 1e-99"
     said = f"neurons matched alike by both sides: {test.agreeing:,} of {test.neurons:,}, by chance {test.layers}; p {p}"
-    return "fine-tunes of one another, or of one model" if test.p_value < 1e-3 else "unrelated", said
+    return Verdict.TUNED if test.p_value < 1e-3 else Verdict.UNRELATED, said
 
 
 def _difference(a: nn.Module, b: nn.Module, inputs: Any, others: Any) -> float:

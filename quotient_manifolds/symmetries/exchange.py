@@ -179,7 +179,7 @@ def moved_weights(
 def _by_first_names(weights: Mapping[str, Tensor], symmetries: Symmetries) -> dict[str, Tensor]:
     """Give tied weights their first name, and raise if one is missing that moves."""
     own = {name: weights[other] for other, name in symmetries.tied if other in weights} | dict(weights)
-    needed = (name for each in (*symmetries.pairs, *symmetries.actions) for name in each.names)
+    needed = [name for p in symmetries.pairs for name in p.names] + [n for a in symmetries.actions for n in a.names]
     if lost := next((name for name in needed if name not in own), None):
         raise ValueError(
             f"there is no weight {lost!r} in the file; its names must be those of the model's state dict, which a "

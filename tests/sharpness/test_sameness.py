@@ -36,7 +36,7 @@ def test_copies_of_every_family_are_one_function(family):
     """In float32, as they are stored."""
     one = loaded(family, build(family).float())
     found = judge(one, loaded(family, moved(one.model)))
-    assert found.verdict == "one function"
+    assert found.verdict.value == "one function"
     assert found.distances.loc["all", "after"] < 1e-3 < 0.1 < found.distances.loc["all", "before"]
 
 
@@ -55,14 +55,14 @@ def test_wrong_copies_are_not_one_function(family, spoil):
             rows[:, [0, 1]] = rows[:, [1, 0]]
         else:
             rows[rows.abs() == rows.abs().max()] *= 1.1
-    assert judge(one, loaded(family, twin)).verdict == "fine-tunes of one another, or of one model"
+    assert judge(one, loaded(family, twin)).verdict.value == "fine-tunes of one another, or of one model"
 
 
 @pytest.mark.parametrize("family", ["gpt2-untied", "qwen2"])
 def test_a_function_is_known_in_other_weights_and_what_lies_between(family):
     one = loaded(family)
     found = judge(one, loaded(family, moved(one.model)))
-    assert found.verdict == "one function"
+    assert found.verdict.value == "one function"
     assert len(found.evidence) < 10
     assert found.distances.loc["all", "after"] < 1e-8 < 1e-2 < found.distances.loc["all", "before"]
     between = evidence(found, "between them")
@@ -76,20 +76,20 @@ def test_a_fine_tune_and_an_unrelated_network():
     other = copy.deepcopy(one.model)
     with torch.no_grad():
         other.bert.encoder.layer[1].output.dense.weight *= 1.01
-    assert judge(one, loaded("bert", moved(other))).verdict == "fine-tunes of one another, or of one model"
-    assert judge(one, loaded("bert", build("bert", seed=2))).verdict == "unrelated"
+    assert judge(one, loaded("bert", moved(other))).verdict.value == "fine-tunes of one another, or of one model"
+    assert judge(one, loaded("bert", build("bert", seed=2))).verdict.value == "unrelated"
 
 
 def test_formats_are_named():
     one = loaded("llama")
     (twin, _), _ = _reordered(one.model, one.model)
     found = judge(one, loaded("llama", twin))
-    assert found.verdict == "one function in two formats"
+    assert found.verdict.value == "one function in two formats"
     assert evidence(found, "formats") == "formats: RoPE's planes in halves and interleaved"
     tied, untied = loaded("llama-tied"), loaded("llama-tied")
     untied.model.lm_head.weight = nn.Parameter(tied.model.lm_head.weight.clone())
     found = judge(tied, untied)
-    assert found.verdict == "one function in two formats"
+    assert found.verdict.value == "one function in two formats"
     assert "lm_head.weight" in evidence(found, "formats")
     assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
     phi, llama = loaded("phi3"), loaded("llama")
@@ -100,7 +100,7 @@ def test_formats_are_named():
             split |= dict(zip(names, fused.split([len(llama.model.state_dict()[n]) for n in names]), strict=True))
     llama.model.load_state_dict(split)
     found = judge(phi, llama)
-    assert found.verdict == "one function in two formats"
+    assert found.verdict.value == "one function in two formats"
     assert evidence(found, "formats") == "formats: Phi3ForCausalLM and LlamaForCausalLM"
 
 
@@ -110,16 +110,16 @@ def test_networks_without_wide_layers_have_no_p_value():
     other = copy.deepcopy(one)
     apply_random_symmetry_(other.model)
     found = judge(one, other)
-    assert found.verdict == "one function"
+    assert found.verdict.value == "one function"
     assert "no layers of more neurons than the stream is wide" in evidence(found, "no p-value")
     other.model.layers[0].linear1.weight.data[0, 0] += 1
-    assert judge(one, other).verdict == "not one function"
+    assert judge(one, other).verdict.value == "not one function"
 
 
 def test_networks_that_are_not_wired_are_compared_by_their_outputs():
     one = LoadedModel(nn.Linear(3, 3), torch.randn(2, 3))
     found = judge(one, copy.deepcopy(one))
-    assert found.verdict == "one function"
+    assert found.verdict.value == "one function"
     assert found.distances.empty
     with pytest.raises(ValueError, match="no layers of more neurons than the stream is wide are known of a Linear"):
         judge(one, LoadedModel(nn.Linear(3, 3), one.example))
@@ -169,5 +169,5 @@ def test_inputs_are_passed_in_the_precision_that_the_weights_are_compared_in(dty
     network, x = build("torch-post").float(), torch.randn(4, 5, 8)
     one, other = LoadedModel(copy.deepcopy(network).to(dtype), x.to(dtype)), LoadedModel(network, x)
     for found in (judge(one, other), judge(other, one)):
-        assert found.verdict == "one function"
+        assert found.verdict.value == "one function"
         assert "largest relative change" in evidence(found, "outputs")
