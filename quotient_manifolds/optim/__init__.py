@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import adapter_of, adapter_pairs, canonicalize_lora_, is_lora
-from ..symmetries.pairs import SymmetricPair, check_pairs
+from ..symmetries.pairs import Claim, SymmetricPair, check_pairs
 from ..weights import first_names, plain_names, weights_of
 from .base import QuotientOptimizer
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
@@ -89,11 +89,9 @@ def create_quotient_lora_optimizer(
     >>> bool(model.base_model.model[0].lora_B.default.weight.any())
     True
     """
-    found, chosen = (
-        adapter_pairs(model, adapter_names),
-        [adapter_names] if isinstance(adapter_names, str) else adapter_names,
-    )
-    trained = {k: p for k, p in _trained(model).items() if not chosen or adapter_of(k) in (None, *chosen)}
+    chosen = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+    found, weights = adapter_pairs(model, chosen), weights_of(model).items()
+    trained = {k: p for k, p in weights if p.requires_grad and (not chosen or adapter_of(k) in (None, *chosen))}
     left = found.restricted(trained)
     if not left.pairs and not alone(left.refused, trained):
         raise ValueError(f"the model has no LoRA adapter of peft with two trainable factors{_no_adapter(model)}")
@@ -143,7 +141,7 @@ def create_quotient_optimizer(
     >>> optimizer.state_dict()["pairs"]
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
-    trained = _trained(model)
+    trained = {name: p for name, p in weights_of(model).items() if p.requires_grad}
     if symmetries is None:
         from ..symmetries.discovery import find  # classes of attention, which adapters do not need
         from ..symmetries.registry import unknown_attention
@@ -162,11 +160,6 @@ def create_quotient_optimizer(
     return _create(model, symmetries, trained, optimizer, {"lr": lr, **options})
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a model that are not frozen, by their names."""
-    return {name: p for name, p in weights_of(model).items() if p.requires_grad}
-
-
 def _no_adapter(model: nn.Module) -> str:
     """Explain what a model without LoRA layers has instead, and what to do."""
     if any(is_lora(m) for m in model.modules()):
@@ -182,10 +175,12 @@ def _no_adapter(model: nn.Module) -> str:
 def _hidden(model: nn.Module, symmetries: Symmetries) -> set[str]:
     """Return the names of the weights of linear layers, except the last one, embeddings' and adapters'."""
     plain, first = plain_names(model), first_names(model)
-    names = {m: plain(f"{path}.weight".removeprefix(".")) for path, m in model.named_modules()}
-    adapters = {name for p in symmetries.claims if p.kind == "lora" for name in p.names}
+    paths = {m: plain(f"{path}.weight".removeprefix(".")) for path, m in model.named_modules()}
+    names = {m: first.get(name, name) for m, name in paths.items()}
+    claims: list[Claim] = [*symmetries.pairs, *symmetries.refused]
+    adapters = {name for p in claims if p.kind == "lora" for name in p.names}
     linear = [name for m, name in names.items() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    layers = [first.get(name, name) for name in linear if name not in adapters]
+    layers = [name for name in linear if name not in adapters]
     tables = {name for m, name in names.items() if isinstance(m, nn.Embedding)}
     return set(layers) - {layers[-1], *tables} if layers else set()
 

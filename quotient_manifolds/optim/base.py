@@ -9,7 +9,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -22,7 +21,7 @@ from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification, NotASymmetryError
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
-from ..symmetries.pairs import Cause, SymmetricPair, check_pairs, refused
+from ..symmetries.pairs import Cause, Claim, SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from ..weights import is_sharded, weights_of
 from .metric import StepMetric, on_cpu, trace, wide
@@ -121,24 +120,23 @@ class QuotientOptimizer(Optimizer):
         """
         given = symmetries if isinstance(symmetries, Symmetries) else Symmetries(tuple(check_pairs(symmetries)))
         old = [p for s in self._stacks for p in s.given]
-        for group in self.param_groups if self._within is None else ():
-            known = {name for p in old for name in p.names} | {name for p in given.claims for name in p.names}
-            group["param_names"] = unwrapped(group["param_names"], known)
+        claims: list[Claim] = [*old, *given.pairs, *given.refused]
+        known = {name for p in claims for name in p.names}
+        for g in self.param_groups if self._within is None else ():
+            g["param_names"] = unwrapped(g["param_names"], known)
         weights = self._weights()
-        home = {name: i for i, group in enumerate(self.param_groups) for name in group["param_names"]}
+        home = {name: i for i, g in enumerate(self.param_groups) for name in g["param_names"]}
         trained = {name: p for name, p in weights.items() if p.requires_grad}
-        found, taken = given.restricted(trained), {s for p in old for s in p.slots}
-        names, left = {p.name for p in old}, list(found.refused)
-        chosen: dict[tuple[Any, ...], list[SymmetricPair]] = {}
-        for pair in (p for p in found.pairs if taken.isdisjoint(p.slots)):
+        found, taken = given.restricted(trained), {s: p.name for p in old for s in p.slots}
+        left, chosen = list(found.refused), dict[tuple[Any, ...], list[SymmetricPair]]()
+        for pair in (p for p in found.pairs if taken.keys().isdisjoint(p.slots)):
             group, flipped = group_of(pair, home, weights), orientation(pair, weights)
             if flipped is None:
                 left.append(refused(pair, Cause.DEFICIENT, f"a rank below {pair.group.h}"))
                 continue
-            if pair.name in names:
+            if pair.name in taken.values():
                 raise ValueError(f"two pairs are called {pair.name!r}; give each of yours another name")
-            taken |= set(pair.slots)
-            names.add(pair.name)
+            taken.update(dict.fromkeys(pair.slots, pair.name))
             # Adapters take turns: those that are switched off stay out of the others' stacks.
             alike = (group, flipped, pair.scale, pair.part, is_sharded(weights[pair.G[0].name]))
             chosen.setdefault(alike, []).append(pair)
@@ -159,25 +157,24 @@ class QuotientOptimizer(Optimizer):
                 "of adapters, create_quotient_optimizer those of attention; for a model without either use AdamW"
             )
         if left:
-            every = [*left, *(p for s in new for p in s.given)]
+            every: list[Claim] = [*left, *(p for s in new for p in s.given)]
             what = "adapters" if all(p.kind == "lora" for p in every) else "parts of the model"
             which = f"{len(left)} of {len(every)} {what}, which form no pair: {reasons(left)}"
             warnings.warn(f"{self._rest()} trains {which}", stacklevel=5)
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the parameters as they are now, by their names."""
-        found = dict[str, Tensor]()
-        for group in self.param_groups:
-            if len(names := group["param_names"]) != len(group["params"]):
-                raise ValueError(f"{len(group['params'])} parameters have {len(names)} names: some {REPLACED}")
-            found.update(zip(names, group["params"], strict=True))
-        if len(found) != sum(len(group["params"]) for group in self.param_groups):
-            counts = Counter(chain.from_iterable(group["param_names"] for group in self.param_groups))
+        groups = [(group["param_names"], group["params"]) for group in self.param_groups]
+        if any(len(names) != len(params) for names, params in groups):
+            raise ValueError(f"a group has not as many names as parameters: some {REPLACED}")
+        found = [named for group in groups for named in zip(*group, strict=True)]
+        if len(weights := dict(found)) < len(found):
+            name = Counter(name for name, _ in found).most_common(1)[0][0]
             raise ValueError(
-                f"two parameters are called {counts.most_common(1)[0][0]!r}; put several models into one module, such "
-                "as nn.ModuleList, and take names and symmetries of that"
+                f"two parameters are called {name!r}; put several models into one module, such as nn.ModuleList, and "
+                "take names and symmetries of that"
             )
-        return found
+        return weights
 
     def _rest(self) -> str:
         return " or ".join(dict.fromkeys(group["others"] for group in self.param_groups))
