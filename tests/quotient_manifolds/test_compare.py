@@ -9,8 +9,9 @@ from torch import nn
 
 from quotient_manifolds import GLQuotientMix
 from quotient_manifolds.compare import _path
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, model_distance
+from quotient_manifolds.symmetries import apply_random_symmetry_, find, model_distance
 from quotient_manifolds.symmetries.whole import apply_random_moves_
+from quotient_manifolds.weights import weights_of
 from tests import networks
 from tests.whole_networks import build, random_element
 
@@ -22,10 +23,13 @@ def encoder(heads=2):
 def test_distances_are_those_of_the_manifold_and_do_not_see_the_symmetry():
     one, other = encoder(), encoder()
     found = model_distance(one, other)
-    both = list(zip(find_symmetric_pairs(one), find_symmetric_pairs(other), strict=True))
+    both = list(zip(find(one).pairs, find(other).pairs, strict=True))
     assert [(d.name, d.head, d.other_head) for d in found.pairs] == [(p.name, p.head, p.head) for p, _ in both]
     for kind in ("qk", "vo"):
-        points = (torch.stack([p.gather() for p in ps if p.kind == kind]) for ps in zip(*both, strict=True))
+        points = (
+            torch.stack([p.gather(weights_of(model)) for p in pairs if p.kind == kind])
+            for model, pairs in zip((one, other), zip(*both, strict=True), strict=True)
+        )
         expected = next(p for p, _ in both if p.kind == kind).manifold("inv").dist(*points).tolist()
         assert [d.distance for d in found.pairs if d.kind == kind] == pytest.approx(expected, rel=1e-7)
     moved = copy.deepcopy(other)

@@ -140,6 +140,8 @@ class Gain(Scale):
     def fold_(self, state: State) -> None:
         if self.shift is not None:
             self.shift.fold_(state)
+        elif self.alike and not bool((state.read(self.unit) + self.offset != 0).all()):
+            raise ValueError(f"{self.name} has a gain of 0, but had none when symmetries were found; find them again")
         super().fold_(state)
 
 

@@ -50,7 +50,8 @@ def actions_of(
             lists.add(Centring("classes", f"{name} biases", (bias[0],)))
     scales = [f"layer scale: {name}" for name, *_ in w.scales]
     if w.closed and w.sites and not w.reads_stream_raw and all(gains) and lists.has(scales):
-        rows = (*w.vectors, *(s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted))
+        # A shift lies in the stream where a frozen bias keeps it from being folded; what is folded stays.
+        rows = (*w.vectors, *(s.norm.shift for s in w.sites if s.norm.shift is not None))
         after = (*scales, *(f"gain: {s.name}" for s in w.sites if s.norm.gain is not None))
         lists.add(Rotation("rotation", "the stream", tuple(dict.fromkeys(rows)), w.centred, after=after))
     return [a.among(lists.found) for a in lists.found], lists.refused

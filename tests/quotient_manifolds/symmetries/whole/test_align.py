@@ -5,11 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import GL, apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries import GL, apply_random_symmetry_, find
 from quotient_manifolds.symmetries.whole import (
     align_models,
     apply_random_moves_,
-    canonical_form,
     canonicalize_,
 )
 from quotient_manifolds.symmetries.whole.align import KINDS
@@ -44,7 +43,7 @@ def moved(model, seed):
     """A copy after random moves of all kinds."""
     copied = random_element(model, seed).of(model)
     apply_random_moves_(copied, seed=seed)
-    for pairs in (None, [p for p in canonical_form(copied).pairs if p.part == "neurons"]):
+    for pairs in (None, find(copied, kinds=("neurons",)).pairs):
         apply_random_symmetry_(copied, seed=seed, pairs=pairs)
     return copied
 
@@ -132,9 +131,9 @@ def test_the_canonical_form_alone_is_the_start():
     model, other = build("vit"), build("vit", seed=2)
     aligned, _ = align_models(model, other, kinds=())
     canonicalize_(other)
-    heads = {p for pair in find_symmetric_pairs(other) for p in pair.parameters()}
-    for p, q in zip(other.parameters(), aligned.parameters(), strict=True):
-        assert p in heads or torch.allclose(p, q, atol=1e-14)
+    heads = {name for pair in find(other).pairs for name in pair.names}
+    for (name, p), q in zip(other.named_parameters(), aligned.parameters(), strict=True):
+        assert name in heads or torch.allclose(p, q, atol=1e-14)
 
 
 class TestTables:

@@ -8,15 +8,15 @@ from torch import nn
 from quotient_manifolds.symmetries.whole import (
     State,
     Wiring,
-    canonical_form,
     canonicalize_,
     verify_whole,
     wiring_of,
 )
 from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, has, table, wire
+from quotient_manifolds.weights import weights_of
 from tests import architectures
 from tests.extent import EXHAUSTIVE
-from tests.whole_networks import BACKBONES, TIMM, TRANSFORMERS, build, count, headed, heads
+from tests.whole_networks import BACKBONES, TIMM, TRANSFORMERS, build, count, headed, heads, symmetries_of
 
 NETWORKS = [(f, n) for f, (*_, usual) in BACKBONES.items() for n in (heads(f) if EXHAUSTIVE else [usual])]
 
@@ -48,38 +48,50 @@ LAYOUT = Layout(
 def test_a_stack_before_and_after_norms():
     model, head = Stack(), affine(nn.ModuleDict({"head": nn.Linear(4, 3)}), "head")
     before = wire(Wiring(), model, LAYOUT, [head])
-    names = [f"blocks.{i}.{norm}" for i in range(2) for norm in ("norm", "norm2")]
-    readers = [layer for block in model.blocks for layer in (block.up, block.gate)]
-    assert [(s.name, s.readers[0].matrix.module) for s in before.sites] == [
-        *zip(names, readers, strict=True), ("last", head.matrix.module),
+    norms, readers, writers = (
+        [f"blocks.{i}.{name}" for i in range(2) for name in names]
+        for names in (("norm", "norm2"), ("up", "gate"), ("down", "down2"))
+    )
+    readers, writers = ([f"{name}.weight" for name in names] for names in (readers, writers))
+    assert [(s.name, s.readers[0].matrix.name) for s in before.sites] == [
+        *zip(norms, readers, strict=True), ("last", "head.weight"),
     ]  # fmt: skip
-    writers = [layer for block in model.blocks for layer in (block.down, block.down2)]
-    assert [w.matrix.module for _, w in before.writers] == writers
-    assert [(n.kind, n.G[0].module) for n in before.neurons[:2]] == [
-        ("relu", model.blocks[0].up), ("glu", model.blocks[0].up2),
+    assert [w.matrix.name for _, w in before.writers] == writers
+    assert [(n.kind, n.G[0].name) for n in before.neurons[:2]] == [
+        ("relu", "blocks.0.up.weight"), ("glu", "blocks.0.up2.weight"),
     ]  # fmt: skip
     after = wire(Wiring(), model, replace(LAYOUT, post_norm=True), [head])
-    norms = [model.last, *(n for b in model.blocks for n in (b.norm, b.norm2))]
-    assert [s.norm.gain.module for s in after.sites] == norms
-    assert [s.readers[0].matrix.module for s in after.sites] == [*readers, head.matrix.module]
-    assert [s.carried and s.carried.matrix.module for s in after.sites] == [*writers, None]
+    assert [s.norm.gain.name for s in after.sites] == ["last.weight", *(f"{name}.weight" for name in norms)]
+    assert [s.readers[0].matrix.name for s in after.sites] == [*readers, "head.weight"]
+    assert [s.carried and s.carried.matrix.name for s in after.sites] == [*writers, None]
+
+
+def test_a_stack_below_another_module():
+    """Names are those of the whole network."""
+    model = nn.ModuleDict({"body": Stack(), "head": nn.Linear(4, 3)})
+    w = wire(Wiring(), model, LAYOUT, [affine(model, "head")], "deep ", at="body")
+    assert [s.name for s in w.sites[:2]] == ["deep blocks.0.norm", "deep blocks.0.norm2"]
+    slots = [b for s in w.sites for b in (*s.norm.slots, *(b for r in s.readers for b in r.slots))]
+    slots += [b for _, a in w.writers for b in a.slots] + [b for _, b in w.tables] + list(w.neurons[0].slots)
+    assert {b.name for b in slots} <= set(weights_of(model))
+    assert all(b.shape == weights_of(model)[b.name].shape for b in slots)
 
 
 def test_what_is_in_the_stream_before_the_layers():
     model = Stack()
     w = wire(Wiring(), model, LAYOUT, [])
-    assert [(name, rows.module, rows.size) for name, rows in w.tables] == [
-        ("words", model.words, (5, 4)), ("positions", model.positions, (5, 4)),
+    assert [(name, rows.name, rows.size) for name, rows in w.tables] == [
+        ("words", "words.weight", (5, 4)), ("positions", "positions.weight", (5, 4)),
     ]  # fmt: skip
     ((name, source, (target,)),) = w.common
-    assert (name, source.module, target.module) == ("positions[:5]", model.positions, model.words)
+    assert (name, source.name, target.name) == ("positions[:5]", "positions.weight", "words.weight")
     optional = wire(
         Wiring(), model, replace(LAYOUT, embeddings="none?[1:] + words, projection + positions[1:2,3:4]"), []
     )
     assert [(name, rows.size) for name, rows in optional.tables] == [("words", (5, 4)), ("positions", (3, 4))]
-    assert optional.writers[0][1].matrix.tensor is model.projection.weight
-    assert [(b.tensor is model.projection.bias, rows.offset) for _, rows, (b,) in optional.common] == [
-        (True, 4), (True, 12),
+    assert optional.writers[0][1].matrix.name == "projection.weight"
+    assert [(b.name, rows.offset) for _, rows, (b,) in optional.common] == [
+        ("projection.bias", 4), ("projection.bias", 12),
     ]  # fmt: skip
     with pytest.raises(AttributeError, match="has none of none"):
         wire(Wiring(), model, replace(LAYOUT, embeddings="none"), [])
@@ -87,12 +99,13 @@ def test_what_is_in_the_stream_before_the_layers():
 
 def test_names():
     model = Stack()
-    assert [State().read(rows).shape for rows in table(model, "words[1:3,-1:]")] == [(2, 4), (1, 4)]
-    assert affine(model.blocks[0], "down").matrix.tensor is model.blocks[0].down.weight
+    assert [State(weights_of(model)).read(rows).shape for rows in table(model, "words[1:3,-1:]")] == [(2, 4), (1, 4)]
+    assert affine(model, "blocks.0.down").matrix.name == "blocks.0.down.weight"
+    assert affine(model.blocks[0], "down").matrix.name == "down.weight"
     attention = nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)})
-    assert affine(attention, "attn").matrix.tensor is attention["attn"].in_proj_weight
+    assert affine(attention, "attn").matrix.name == "attn.in_proj_weight"
     bare = nn.ParameterDict({"proj": nn.Parameter(torch.zeros(4, 3))})
-    assert State().read(affine(bare, "proj").matrix).shape == (3, 4)
+    assert State(weights_of(bare)).read(affine(bare, "proj").matrix).shape == (3, 4)
     assert has(model.blocks[0], "none|down")
     assert not has(model, "none|blocks.5")
     with pytest.raises(AttributeError, match="has none of"):
@@ -104,19 +117,19 @@ def test_every_parameter_has_a_place(family):
     """Nothing of a network is left out: each matrix reads, writes, or is a table or part of a head."""
     model = build(family)
     wiring = wiring_of(model)
-    known = {p for s in wiring.sites for r in s.readers for b in (*s.norm.blocks, *r.blocks) for p in [b.tensor]}
-    known |= {b.tensor for _, w in wiring.writers for b in w.blocks} | {rows.tensor for _, rows in wiring.tables}
-    known |= {b.tensor for _, c in wiring.classifiers for b in c.blocks}
-    known |= {rows.tensor for _, tables in wiring.score_tables for rows in tables}
-    known |= {b.tensor for _, q, k in wiring.qk_norms for b in (*q.blocks, *k.blocks)}
-    assert not [name for name, p in model.named_parameters() if p not in known]
+    slots = [b for s in wiring.sites for r in s.readers for b in (*s.norm.slots, *r.slots)]
+    slots += [b for _, w in wiring.writers for b in w.slots] + [rows for _, rows in wiring.tables]
+    slots += [b for _, c in wiring.classifiers for b in c.slots]
+    slots += [rows for _, tables in wiring.score_tables for rows in tables]
+    slots += [b for _, q, k in wiring.qk_norms for b in (*q.slots, *k.slots)]
+    assert {b.name for b in slots} == set(weights_of(model))
 
 
 @pytest.mark.parametrize(("family", "name"), NETWORKS)
 def test_a_backbone_is_wired_under_every_head(family, name):
     """Each kind of symmetry, by gradient and by moves: of language models, and towers of images and text."""
     model, batch = headed(family, name)
-    assert canonical_form(model).wired
+    assert symmetries_of(model).wired
     for classes in (False, *([True] if "labels" in batch else [])):
         report = verify_whole(model, batch, classes=classes)
         assert report.ok, report
@@ -168,7 +181,7 @@ def test_an_open_clip_tower():
     before = model(x)
     form = canonicalize_(model)
     torch.testing.assert_close(model(x), before, rtol=1e-11, atol=1e-11)
-    assert {"gain", "shift", "writer", "embeddings"} <= set(form.dimensions)
+    assert {"gain", "shift", "writer", "embeddings"} <= set(form.symmetries.dimensions)
 
 
 def test_both_towers_of_open_clip():

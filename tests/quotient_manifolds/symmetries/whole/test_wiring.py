@@ -5,81 +5,90 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quotient_manifolds.symmetries import find_symmetric_pairs
+from quotient_manifolds.symmetries import find
 from quotient_manifolds.symmetries.whole import (
     Site,
     State,
     Wiring,
     affine,
-    canonical_form,
     canonicalize_,
     norm,
     register_wiring,
     wiring_of,
 )  # fmt: skip
-from quotient_manifolds.symmetries.whole.kinds import symmetries_of
 from quotient_manifolds.symmetries.whole.layout import table
+from quotient_manifolds.symmetries.whole.listing import actions_of
+from quotient_manifolds.weights import weights_of
 from tests import networks
-from tests.whole_networks import build, forward, inputs
+from tests.whole_networks import build, folded, forward, inputs
 
 
 @pytest.mark.parametrize(
     ("module", "shape"), [(nn.Linear(3, 2), (2, 3)), (Conv1D(2, 3), (2, 3)), (nn.Conv2d(3, 2, 2), (2, 12))]
 )
 def test_matrices_are_outputs_by_inputs(module, shape):
-    a, state = affine(nn.Sequential(module), "0"), State()
+    net = nn.Sequential(module)
+    a, state = affine(net, "0"), State(weights_of(net))
     assert state.read(a.matrix).shape == shape
     state.write(a.matrix, 2 * state.read(a.matrix))
-    torch.testing.assert_close(state[module.weight], 2 * module.weight.detach().double())
+    torch.testing.assert_close(state["0.weight"], 2 * module.weight.detach().double())
     state.add(a.bias, torch.ones(2, dtype=torch.float64))
-    torch.testing.assert_close(state[module.bias], module.bias.detach().double() + 1)
+    torch.testing.assert_close(state["0.bias"], module.bias.detach().double() + 1)
     assert module.weight.shape[a.stream_dim] == 2
     assert [rows.size[1] for rows in a.written] == [2, 2]  # each row is a vector of outputs
     torch.testing.assert_close(state.read(a.written[0]), state.read(a.matrix).T)
 
 
 def test_part_of_the_inputs():
-    layer, state = nn.Linear(4, 2), State()
-    state.write(affine(nn.Sequential(layer), "0", inputs=slice(1, 3)).matrix, torch.zeros(2, 2, dtype=torch.float64))
+    net = nn.Sequential(layer := nn.Linear(4, 2))
+    state = State(weights_of(net))
+    state.write(affine(net, "0", inputs=slice(1, 3)).matrix, torch.zeros(2, 2, dtype=torch.float64))
     expected = layer.weight.detach().double().clone()
     expected[:, 1:3] = 0
-    torch.testing.assert_close(state[layer.weight], expected)
+    torch.testing.assert_close(state["0.weight"], expected)
 
 
 def test_part_of_the_outputs():
-    layer, state = nn.Linear(2, 4), State()
-    part = affine(nn.Sequential(layer), "0", outputs=slice(1, 3))
+    net = nn.Sequential(layer := nn.Linear(2, 4))
+    part, state = affine(net, "0", outputs=slice(1, 3)), State(weights_of(net))
     state.write(part.matrix, 2 * state.read(part.matrix))
     state.add(part.bias, torch.ones(2, dtype=torch.float64))
     factor, added = (torch.tensor([a, b, b, a], dtype=torch.float64) for a, b in ((1, 2), (0, 1)))
-    torch.testing.assert_close(state[layer.weight], layer.weight.detach().double() * factor[:, None])
-    torch.testing.assert_close(state[layer.bias], layer.bias.detach().double() + added)
+    torch.testing.assert_close(state["0.weight"], layer.weight.detach().double() * factor[:, None])
+    torch.testing.assert_close(state["0.bias"], layer.bias.detach().double() + added)
 
 
 def test_rows_of_a_table():
-    words, state = nn.Embedding(4, 3), State()
-    (rows,) = table(nn.Sequential(words), "0[1:]")
+    net = nn.Sequential(words := nn.Embedding(4, 3))
+    state, (rows,) = State(weights_of(net)), table(net, "0[1:]")
     state.add(rows, torch.ones(3, dtype=torch.float64))
     expected = words.weight.detach().double().clone()
     expected[1:] += 1
-    torch.testing.assert_close(state[words.weight], expected)
+    torch.testing.assert_close(state["0.weight"], expected)
 
 
 def test_gains_with_an_offset():
-    found = norm(nn.Sequential(nn.LayerNorm(3)), "0", offset=1.0).gamma(State(), torch.zeros(3))
+    net = nn.Sequential(nn.LayerNorm(3))
+    found = norm(net, "0", offset=1.0).gamma(State(weights_of(net)), torch.zeros(3))
     assert torch.equal(found, torch.full((3,), 2.0, dtype=torch.float64))
 
 
 def test_ties_are_seen():
+    class Tied(nn.Sequential):
+        pass
+
+    @register_wiring(Tied)
+    def wiring(net):
+        site = Site("last", norm(net, "1"), (affine(net, "2"),))
+        return Wiring(sites=[site], tables=[("words", *table(net, "0"))])
+
     words, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-    net = nn.Sequential(words, nn.LayerNorm(4), head, nn.LayerNorm(4))
-    site = Site("last", norm(net, "1"), (affine(net, "2"),))
-    wiring = Wiring(sites=[site], tables=[("words", *table(net, "0"))])
-    assert not wiring.tied()
+    net = Tied(words, nn.LayerNorm(4), head, nn.LayerNorm(4))
+    assert not wiring_of(net).tied()
     head.weight = words.weight
-    assert wiring.tied() == {words.weight}
-    shared = Wiring(sites=[site, Site("again", norm(net, "3"), (affine(net, "2"),))])
-    assert shared.tied() == {head.weight}
+    assert wiring_of(net).tied() == {"0.weight"}
+    shared = Wiring(sites=[*wiring(net).sites, Site("again", norm(net, "3"), (affine(net, "2"),))])
+    assert shared.tied() == {"2.weight"}
 
 
 def test_subclasses_and_strangers_are_not_known():
@@ -106,7 +115,7 @@ def test_a_mistake_in_an_adapter_is_told():
         return Wiring(sites=[Site("0", norm(model, "0"), (affine(model, "head"),))])
 
     with pytest.raises(AttributeError, match="head"):
-        canonical_form(Mistaken(nn.LayerNorm(4), nn.Linear(4, 3)))
+        wiring_of(Mistaken(nn.LayerNorm(4), nn.Linear(4, 3)))
 
 
 def test_replaced_and_shared_layers():
@@ -127,10 +136,11 @@ def test_replaced_and_shared_layers():
         torch.testing.assert_close(forward(model, batch), before, rtol=1e-10, atol=1e-11)
 
 
-def outputs_at(model, batch, state):
-    names = {p: name for name, p in model.named_parameters()}
-    values = {names[p]: value for p, value in state.items()}
-    return torch.func.functional_call(model, values, (), batch) if isinstance(batch, dict) else None
+def state_at(model, values):
+    """A state with some values."""
+    state = State(weights_of(model))
+    state.update(values)
+    return state
 
 
 @pytest.mark.parametrize("family", ["dinov2", "roberta", "qwen3"])
@@ -138,45 +148,46 @@ def test_each_symmetry_alone_leaves_the_outputs_and_folds_back(family):
     """Symmetry by symmetry: a move from the canonical form changes nothing, and folding undoes it."""
     model = build(family)
     (batch,) = inputs(family)
-    form = canonical_form(model)
-    at = State(form.values)
-    before = forward(model, batch)
-    for i, s in enumerate(form.symmetries):
-        state = State(at)
+    form, before = folded(model), forward(model, batch)
+    at = state_at(model, form.values)
+
+    def outputs(state):
+        return torch.func.functional_call(model, dict(state), (), batch).logits
+
+    for i, s in enumerate(form.symmetries.actions):
+        state = state_at(model, form.values)
         t = 0.3 * torch.randn(s.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
-        s.move(state, t)
-        after = outputs_at(model, batch, state).logits
+        s.act_(state, t)
+        after = outputs(state)
         assert float((after - before).detach().abs().max() / before.detach().abs().max()) < 1e-12, s
-        moved = [p for p in state if not torch.equal(state[p], at.of(p))]
+        moved = [name for name in state if not torch.equal(state[name], at.of(name))]
         assert moved, s
-        assert set(moved) <= set(s.parameters), s
+        assert set(moved) <= set(s.names), s
         if s.kind == "rotation":
             continue
-        s.fold(state)
-        for p in moved:
-            torch.testing.assert_close(state[p], at.of(p), rtol=1e-9, atol=1e-10)
-        wrong = State(at)
+        s.fold_(state)
+        for name in moved:
+            torch.testing.assert_close(state[name], at.of(name), rtol=1e-9, atol=1e-10)
+        wrong = state_at(model, form.values)
         wrong[moved[0]] = at.of(moved[0]) + (at.of(moved[0]) - torch.randn_like(at.of(moved[0]))) * 0.3
         if i % 7 == 0:
-            assert (
-                float((outputs_at(model, batch, wrong).logits - before).detach().abs().max()) > 1e-6
-                or s.kind == "key bias"
-            )
+            assert float((outputs(wrong) - before).detach().abs().max()) > 1e-6 or s.kind == "key bias"
 
 
 def test_a_move_of_nothing_is_none():
-    form = canonical_form(build("bert"))
-    at = State(form.values)
-    for s in form.symmetries:
-        state = State(at)
-        s.move(state, torch.zeros(s.shape, dtype=torch.float64))
-        for p in s.parameters:
-            torch.testing.assert_close(state.of(p), at.of(p), rtol=0, atol=1e-14)
+    model = build("bert")
+    form = folded(model)
+    at = state_at(model, form.values)
+    for s in form.symmetries.actions:
+        state = state_at(model, form.values)
+        s.act_(state, torch.zeros(s.shape, dtype=torch.float64))
+        for name in s.names:
+            torch.testing.assert_close(state.of(name), at.of(name), rtol=0, atol=1e-14)
 
 
-def listed(model, **options):
-    found, refused = symmetries_of(wiring_of(model), find_symmetric_pairs(model), **{"classes": False, **options})
-    return Counter(s.kind for s in found), {f"{s.kind}: {s.name}" for s, _ in refused}
+def listed(model, classes=False):
+    found, refused = actions_of(wiring_of(model), find(model).pairs, weights_of(model), classes=classes)
+    return Counter(s.kind for s in found), {f"{r.kind}: {r.module}" for r in refused}
 
 
 def test_ties_close_doors():
@@ -204,6 +215,6 @@ def test_post_norm_keeps_its_gains():
 def test_logits_of_a_softmax():
     without, _ = listed(build("vit"))
     found, _ = listed(build("vit"), classes=True)
-    assert found["classes"] == 1
+    assert found["classes"] == 2  # of weights, and of biases, which may be all that moves
     assert without["classes"] == 0
-    assert symmetries_of(None, [], classes=True) == ([], [])
+    assert actions_of(None, [], {}, classes=True) == ([], [])
