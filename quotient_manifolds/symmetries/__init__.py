@@ -62,7 +62,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what only some programs use: optimisers of adapters do without the classes of attention."""
-    for file in (".attention", ".registry", ".discovery", ".parameters", ".exchange", "..compare") if name in __all__ else ():
+    files = (".attention", ".registry", ".discovery", ".parameters", ".exchange", "..compare")
+    for file in files if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):
             return globals().setdefault(name, getattr(module, name))

@@ -108,7 +108,9 @@ move_stacks_(stacks(found.pairs, weights), weights, 10.0, 0)
 torch.save(weights, "weights.pt")
 print(hash(found.pairs[0].slots) != 0, "quotient_manifolds.symmetries.registry" in sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, encoding="utf-8", check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, encoding="utf-8", check=True
+    )
     assert ran.stdout.split() == ["True", "False"]
     twin = copy.deepcopy(model)
     twin.load_state_dict(torch.load(tmp_path / "weights.pt"))
