@@ -15,7 +15,14 @@ from torch import nn
 
 import reproduction.cli
 from quotient_manifolds import lora_command
-from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, model_distance
+from quotient_manifolds.symmetries import (
+    ALL,
+    UnknownAttentionError,
+    apply_random_symmetry_,
+    find,
+    from_json,
+    model_distance,
+)
 from sharpness import MEASURES, cli, evaluate
 from sharpness.errors import painted
 from sharpness.models import load
@@ -432,6 +439,10 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     assert {line.split()[1] for line in printed.splitlines()[:4]} == {"qk", "vo"}
     assert "8 pairs certified" in printed
     assert "8 pairs moved" in printed
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--json"]) == 0
+    assert from_json(capsys.readouterr().out) == find(model, kinds=ALL)
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--json", "--verify"]) == 2
+    assert "--json prints nothing but symmetries; leave out --verify" in capsys.readouterr().err
     (tmp_path / "vit" / "source.spm").touch()  # of a tokenizer
     assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 0
     written = {p.name for p in (tmp_path / "folded").iterdir()}
