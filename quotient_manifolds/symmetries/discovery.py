@@ -125,7 +125,7 @@ def with_wiring(
     model: nn.Module, found: Symmetries, *, kinds: Collection[str] = ALL, classes: bool = False
 ) -> Symmetries:
     """Add the symmetries of hidden neurons, and those around the streams."""
-    from .whole.listing import actions_of  # what heads alone do not need
+    from .whole.listing import actions_of, lengths_of  # what heads alone do not need
     from .whole.wiring import wiring_of
 
     wiring, weights, plain = wiring_of(model), weights_of(model), plain_names(model)
@@ -142,7 +142,7 @@ def with_wiring(
         if (isinstance(p, SymmetricPair) or p.cause is Cause.COMPUTED) and p.module not in zero_key
     ]
     actions, refusals = actions_of(wiring, heads, weights, classes=classes)
-    return replace(found, actions=tuple(actions), refused=found.refused + tuple(refusals))
+    return replace(found, actions=(*actions, *lengths_of(model)), refused=found.refused + tuple(refusals))
 
 
 @torch.no_grad()

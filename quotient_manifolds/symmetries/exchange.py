@@ -24,7 +24,7 @@ from .whole.wiring import State, Wiring
 SCHEMA = 1
 _PARTS = (Symmetries, SymmetricPair, Refusal, GL, Slot, wiring.Affine, wiring.Norm, wiring.Site, Wiring)
 _ACTIONS = (kinds.Scale, kinds.Gain, kinds.Shift, kinds.Reader, kinds.Centring, kinds.Exchange, kinds.HeadBias,
-            kinds.QKGains, kinds.Rotation)  # fmt: skip
+            kinds.QKGains, kinds.Length, kinds.Rotation)  # fmt: skip
 _CLASSES = {cls.__name__: cls for cls in (*_PARTS, *_ACTIONS)}
 
 

@@ -397,6 +397,29 @@ class QKGains(Action):
 
 
 @dataclass(frozen=True)
+class Length(Action):
+    """v → s v, rows that weight normalisation divides by their lengths. Folded, their lengths are 1."""
+
+    rows: Slot
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (self.rows,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows.rows,)
+
+    def act_(self, state: State, t: Tensor) -> None:
+        state.write(self.rows, state.read(self.rows) * torch.exp(t)[:, None])
+
+    def fold_(self, state: State) -> None:
+        rows = state.read(self.rows)
+        length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        state.write(self.rows, rows / torch.where(length == 0, 1, length))
+
+
+@dataclass(frozen=True)
 class Rotation(Action):
     """Rotate the whole stream, x → Q x, Q orthogonal, with Q 1 = 1 for LayerNorm; needs all gains folded.
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...weights import first_names, plain_names
 from ..pairs import Cause, Claim, Refusal, SymmetricPair
-from ..slots import Slot
-from .kinds import Action, Centring, Exchange, Gain, HeadBias, QKGains, Reader, Rotation, Scale, Shift, has_zeros
+from ..slots import Slot, slot
+from .kinds import (
+    Action,
+    Centring,
+    Exchange,
+    Gain,
+    HeadBias,
+    Length,
+    QKGains,
+    Reader,
+    Rotation,
+    Scale,
+    Shift,
+    has_zeros,
+)
 from .wiring import Affine, Norm, Site, State, Wiring
 
 
@@ -121,6 +136,17 @@ class _Lists:
 def _shift(site: Site) -> Shift | None:
     beta, carried = site.norm.shift, None if site.carried is None else site.carried.bias
     return None if beta is None else Shift("shift", site.name, beta, site.norm, site.readers, carried)
+
+
+def lengths_of(model: nn.Module) -> Iterator[Length]:
+    """Yield those of the rows that weight normalisation divides by their lengths, in layers of any class."""
+    plain, first = plain_names(model), first_names(model)
+    for path, module in model.named_modules():
+        for own, steps in getattr(module, "parametrizations", {}).items():
+            if type(steps[0]).__name__ == "_WeightNorm" and steps[0].dim == 0 and len(steps) == 1:
+                inside = f"parametrizations.{own}.original1"
+                name = plain(f"{path}.{inside}".removeprefix("."))
+                yield Length("length", plain(path), replace(slot(module, inside), name=first.get(name, name)))
 
 
 def key_bias(head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
