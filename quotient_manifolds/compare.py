@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
 from .symmetries.discovery import ALL, find
 from .symmetries.found import Symmetries
-from .symmetries.pairs import SymmetricPair
+from .symmetries.pairs import Cause, SymmetricPair
 from .symmetries.slots import masks
 from .symmetries.stacks import stacks
 from .symmetries.whole import Wiring, align_models, canonical_form
@@ -176,7 +176,9 @@ def _distance(first: Side, second: Side, skipped: dict[str, str], metric: str) -
 
 def _comparable(*both: Symmetries) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
     """Return the pairs of two models, and the names of what is refused with the reason."""
-    skipped = {r.name: r.reason for side in both for r in side.refused}
+    beneath = "its adapters are pairs of their own, and are compared"  # which alone makes weights stay here
+    refusals = [r for side in both for r in side.refused]
+    skipped = {r.name: beneath if r.cause is Cause.FROZEN else r.reason for r in refusals}
     first, second = (list(side.pairs) for side in both)
     if not first and not second:
         reasons = "; ".join(dict.fromkeys(skipped.values())) or "attention of no known kind, and no LoRA"

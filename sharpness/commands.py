@@ -253,7 +253,7 @@ def symmetries(
     in a shell:
       sharpness symmetries path/to/bert --verify
       sharpness symmetries path/to/vit --complete
-      sharpness symmetries path/to/vit --json > symmetries.json
+      sharpness symmetries path/to/vit --json
 
     Parameters
     ----------
