@@ -1,0 +1,145 @@
+"""The statistics of ``second_task.py``: partial rank correlations over three collections, judged together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from reproduction.power import draw
+from reproduction.statistics import _balanced, _counts, _prepared, _signs, _tau
+
+Array = npt.NDArray[np.float64]
+#: The hypothesis: networks that are sharper by this measure lose more by rounding, given the controls.
+PRIMARY = ("complete-inv worst large", "rounding")
+#: The bits that decide: where pilots lost 0.03 to 0.15 nats.
+DECISIVE = {"minilm": 3, "vit": 3, "gpt": 2}
+CONTROLS = ("loss", "error")
+TARGETS = ("forgetting", "rounding", *(f"rounding to {bits} bits" for bits in (8, 4, 3, 2)))
+AXES = ("rate", "decay", "smoothing", "optimizer", "seed")
+#: An interval below it refutes.
+SLIGHT = 0.1
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a network's recipe, predictors and targets; targets are increases of the first task's test loss."""
+    second = [r for r in row["second"] if r["method"] == "AdamW"]
+    own = row["rounding"]["own"]
+    return {
+        **{k: row[k] for k in ("collection", "number", *AXES, "loss", "error")},
+        **row["predictors"],
+        "distance moved": float(np.mean([r["distance"] for r in second])),
+        "forgetting": float(np.mean([r["loss"] for r in second])) - row["loss"],
+        "rounding": own[f"{DECISIVE[row['collection']]} bits"] - row["loss"],
+        **{f"rounding to {k}": v - row["loss"] for k, v in own.items() if k.endswith("bits")},
+    }
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, pd.DataFrame]:
+    """Tabulate the networks of each collection that are not left out."""
+    frame = pd.DataFrame([flat(r) for r in rows if "left_out" not in r])
+    return {str(name): part.reset_index(drop=True) for name, part in frame.groupby("collection", sort=False)}
+
+
+def predictors_of(found: Mapping[str, pd.DataFrame], share: float = 0.9) -> list[str]:
+    """List the predictors that at least nine tenths of every collection have."""
+    names = next(iter(found.values())).columns
+    apart = {"collection", "number", *AXES, *TARGETS}
+    return [n for n in names if n not in apart and all(f[n].notna().mean() >= share for f in found.values())]
+
+
+def correlations(
+    found: Mapping[str, pd.DataFrame], pairs: Sequence[tuple[str, str]], given: Sequence[str] = CONTROLS, *,
+    resamples: int = 10_000, level: float = 0.95, seed: int = 0,
+) -> pd.DataFrame:  # fmt: skip
+    """Compute partial τ of pairs (predictor, target) in each collection and their mean, with two intervals of each.
+
+    ``low`` and ``high`` are those of a single coefficient, ``all_low`` and ``all_high`` hold for all rows of the table
+    at once (Beran 1988). Networks are resampled within their collection, the same for all pairs.
+    """
+    values, draws = list[dict[str, Any]](), list[Array]()
+    for x, y in pairs:
+        parts = list[tuple[float, Array]]()
+        for place, (name, frame) in enumerate(found.items()):
+            kept = frame.dropna(subset=[x, y])
+            controls = [kept[c].to_numpy(float) for c in given if c not in (x, y)]
+            a, b = _prepared([(x, kept[x].to_numpy(float)), (y, kept[y].to_numpy(float))], controls)
+            statistic, count = _tau(_signs(a), _signs(b)), len(kept)
+            sample = statistic(_counts(count, resamples, seed + place).astype(np.float32))
+            parts.append((float(statistic(np.ones((1, count)))[0]), sample))
+            values.append({"predictor": x, "target": y, "collection": name, "networks": count, "τ": parts[-1][0]})
+            draws.append(sample)
+        if len(found) > 1:
+            mean, sample = (np.mean([p[i] for p in parts], axis=0) for i in (0, 1))
+            values.append(
+                {
+                    "predictor": x,
+                    "target": y,
+                    "collection": "mean",
+                    "networks": sum(map(len, found.values())),
+                    "τ": float(mean),
+                }
+            )
+            draws.append(sample)
+    each = _balanced([d for d in draws if np.isfinite(d).any()], level)
+    for row, sample in zip(values, draws, strict=True):
+        for name, width in (("", level), ("all_", each)):
+            ends = (
+                np.nanquantile(sample, [(1 - width) / 2, (1 + width) / 2])
+                if np.isfinite(sample).any()
+                else (math.nan,) * 2
+            )
+            row |= {f"{name}low": float(ends[0]), f"{name}high": float(ends[1])}
+    return pd.DataFrame(values)
+
+
+def answer(low: float, high: float) -> str:
+    """Say what the interval of the hypothesis's coefficient means."""
+    return "confirmed" if low > 0 else "refuted" if high < SLIGHT else "unresolved"
+
+
+def primary(found: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
+    """Test the hypothesis: the mean over the collections decides."""
+    row = correlations(found, [PRIMARY]).iloc[-1].to_dict()
+    return {**row, "answer": answer(row["low"], row["high"])}
+
+
+def granulated(frame: pd.DataFrame, x: str, y: str) -> dict[str, float]:
+    """Compute granulated Kendall's τ (Jiang et al. 2020): over networks that differ in one axis alone, and the mean."""
+    known, means = frame.dropna(subset=[x, y]), dict[str, float]()
+    for axis in AXES:
+        signs = [
+            float(np.sign(a[x] - b[x]) * np.sign(a[y] - b[y]))
+            for _, group in known.groupby([a for a in AXES if a != axis])
+            for a, b in combinations(group.to_dict("records"), 2)
+        ]
+        means[axis] = float(np.mean(signs)) if signs else math.nan
+    return {**means, "mean": float(np.nanmean(list(means.values())))}
+
+
+def power(networks: Sequence[int] = (24, 48), studies: int = 200) -> list[dict[str, Any]]:
+    """Simulate the primary test, three collections of so many networks: in what share it confirms or refutes."""
+    rows = []
+    for count, effect in product(networks, (0.0, 0.1, 0.15, 0.2, 0.3)):
+        rng, answers = np.random.default_rng([count, round(100 * effect)]), list[str]()
+        for _ in range(studies):
+            collections = {}
+            for name in "abc":
+                controls, measures, target = draw(rng, count, effect)
+                columns = (*zip(CONTROLS, controls, strict=True), (PRIMARY[0], measures[0]), (PRIMARY[1], target))
+                collections[name] = pd.DataFrame(dict(columns))
+            row = correlations(collections, [PRIMARY], resamples=1000).iloc[-1]
+            answers.append(answer(row.low, row.high))
+        shares = {k: answers.count(k) / studies for k in ("confirmed", "refuted")}
+        rows.append({"networks": count, "effect": effect, "studies": studies, **shares})
+    return rows
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the answer."""
+    print(primary(tables(rows)))
