@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations, product
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,14 +113,13 @@ def primary(found: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
 def granulated(frame: pd.DataFrame, x: str, y: str) -> dict[str, float]:
     """Compute granulated Kendall's τ (Jiang et al. 2020): over networks that differ in one axis alone, and the mean."""
     known, means = frame.dropna(subset=[x, y]), dict[str, float]()
-    for axis in AXES:
-        signs = [
-            float(np.sign(a[x] - b[x]) * np.sign(a[y] - b[y]))
-            for _, group in known.groupby([a for a in AXES if a != axis])
-            for a, b in combinations(group.to_dict("records"), 2)
-        ]
-        means[axis] = float(np.mean(signs)) if signs else math.nan
-    return {**means, "mean": float(np.nanmean(list(means.values())))}
+    apart = {axis: known[axis].to_numpy()[:, None] != known[axis].to_numpy() for axis in AXES}
+    single = np.triu(sum(m.astype(int) for m in apart.values()) == 1)
+    agree = _signs(known[x].to_numpy(float)) * _signs(known[y].to_numpy(float))
+    for axis, differ in apart.items():
+        signs = agree[single & differ]
+        means[axis] = float(signs.mean()) if len(signs) else math.nan
+    return {**means, "mean": float(np.mean([v for v in means.values() if not math.isnan(v)] or [math.nan]))}
 
 
 def power(networks: Sequence[int] = (24, 48), studies: int = 200) -> list[dict[str, Any]]:
@@ -140,6 +140,55 @@ def power(networks: Sequence[int] = (24, 48), studies: int = 200) -> list[dict[s
     return rows
 
 
-def report(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the answer."""
-    print(primary(tables(rows)))
+def differences(found: Mapping[str, pd.DataFrame], target: str, resamples: int = 10_000) -> pd.DataFrame:
+    """Compute mean partial τ of the invariant measure minus those of measures that depend on the gauge."""
+    rows, measure = list[dict[str, Any]](), PRIMARY[0]
+    for other in ("euclidean worst large", "adaptive worst large", "geodesic-inv worst large"):
+        parts = list[tuple[float, Array]]()
+        for place, frame in enumerate(found.values()):
+            columns = [(n, frame[n].to_numpy(float)) for n in (measure, other, target)]
+            a, b, y = _prepared(columns, [frame[c].to_numpy(float) for c in CONTROLS])
+            counts = _counts(len(frame), resamples, place).astype(np.float32)
+            one, two = (_tau(_signs(v), _signs(y)) for v in (a, b))
+            ones = np.ones((1, len(frame)))
+            parts.append((float((one(ones) - two(ones))[0]), one(counts) - two(counts)))
+        value, sample = (np.mean([p[i] for p in parts], axis=0) for i in (0, 1))
+        low, high = np.nanquantile(sample, (0.025, 0.975))
+        rows.append(
+            {"measure": measure, "other": other, "target": target, "difference": value, "low": low, "high": high}
+        )
+    return pd.DataFrame(rows)
+
+
+def gauges(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """List damage, and Euclidean and adaptive sharpness, of every network in every gauge."""
+    found = list[dict[str, Any]]()
+    for r in (r for r in rows if "left_out" not in r):
+        own = {m: r["predictors"][f"{m} worst large"] for m in ("euclidean", "adaptive")}
+        for gauge, values in r["rounding"].items():
+            damage = {k: v - r["loss"] for k, v in values.items() if k.endswith("bits")}
+            sharp = {m: values.get(m, own[m]) for m in own}
+            found.append({"collection": r["collection"], "number": r["number"], "gauge": gauge, **damage, **sharp})
+    return pd.DataFrame(found)
+
+
+def report(rows: Sequence[Mapping[str, Any]], folder: Path, resamples: int = 10_000) -> None:
+    """Write tables: the hypothesis, all partial correlations, granulated ones, gauges, and the second trainings."""
+    found = tables(rows)
+    names = predictors_of(found)
+    pairs = list(product(names, TARGETS))
+    second = [{k: r[k] for k in ("collection", "number", "loss", "error")} | {f"after {k}": v for k, v in s.items()}
+              for r in rows if "left_out" not in r for s in r["second"]]  # fmt: skip
+    grains = [{"collection": c, "predictor": x, "target": y, **granulated(frame, x, y)}
+              for c, frame in found.items() for x, y in pairs]  # fmt: skip
+    written = {
+        "hypothesis": pd.DataFrame([primary(found)]),
+        "partial": correlations(found, pairs, resamples=resamples),
+        "partial_distance": correlations(found, pairs, (*CONTROLS, "distance moved"), resamples=resamples),
+        "differences": pd.concat([differences(found, y, resamples) for y in TARGETS[:2]]),
+        "granulated": pd.DataFrame(grains), "gauges": gauges(rows), "second": pd.DataFrame(second),
+    }  # fmt: skip
+    for name, frame in written.items():
+        text = frame.to_csv(index=False, float_format="%.4g", lineterminator="\n")
+        (folder / f"second_task_{name}.csv").write_text(text, encoding="utf-8")
+    print(written["hypothesis"].to_string())

@@ -7,9 +7,9 @@ on MNIST as colour images. ``gpt``: a byte-level language model from scratch on 
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -53,27 +53,33 @@ class Recipe(NamedTuple):
     seed: int
 
 
-@dataclass(frozen=True)
-class Collection:
+class Collection(NamedTuple):
     """What the networks of a collection share: settings of the grid, and sizes of trainings and measurements.
 
-    ``radii`` are those of SAM and GeodesicSAM, ``rho`` the two of every measure, ``lora`` the names of adapted layers.
+    ``radii`` are those of SAM and GeodesicSAM; ``rho`` has two of the worst case and two of the average for every
+    measure; ``lora`` names the adapted layers, and ``head`` the layer that each task has for itself.
     """
 
-    rates: tuple[float, float]
-    decays: tuple[float, float]
-    steps: int
+    rates: list[float]
+    decays: list[float]
+    smoothings: list[float]
     radii: dict[str, float]
+    steps: int
+    batch: int
     second_rate: float
     second_steps: int
     head: str
-    lora: tuple[str, ...]
-    rho: dict[str, tuple[float, float]]
-    batch: int = 16
-    points: int = 64
-    curvature_points: int = 16
-    smoothings: tuple[float, float] = (0.0, 0.2)
-    sizes: dict[str, int] = field(default_factory=dict)
+    lora: list[str]
+    points: int
+    curvature_points: int
+    sizes: dict[str, int]
+    rho: dict[str, list[float]]
+
+
+COLLECTIONS = {
+    name: Collection(**settings)
+    for name, settings in json.loads(Path(__file__).with_name("second_task.json").read_text(encoding="utf-8")).items()
+}
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -90,9 +96,14 @@ def take(batch: Batch, chosen: Tensor) -> Batch:
     return {name: t[:, :longest] if t.dim() == 2 else t for name, t in found.items()}
 
 
-def size_of(batch: Batch) -> int:
-    """Count the examples."""
-    return len(batch["labels"] if isinstance(batch, dict) else batch[1])
+def labels_of(batch: Batch) -> Tensor:
+    """Return the labels, whose first dimension is that of the examples."""
+    return batch["labels"] if isinstance(batch, dict) else batch[1]
+
+
+def classes_of(batch: Batch) -> int:
+    """Count the classes."""
+    return int(labels_of(batch).max()) + 1
 
 
 def scores_and_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -109,7 +120,7 @@ def scores_and_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def tested(model: nn.Module, batch: Batch) -> tuple[float, float]:
     """Mean loss and error over test data."""
-    parts = [scores_and_labels(model, take(batch, c)) for c in torch.arange(size_of(batch)).split(64)]
+    parts = [scores_and_labels(model, take(batch, c)) for c in torch.arange(len(labels_of(batch))).split(64)]
     scores, labels = (torch.cat(t) for t in zip(*parts, strict=True))
     return float(F.cross_entropy(scores.double(), labels)), float((scores.argmax(1) != labels).double().mean())
 
@@ -249,7 +260,7 @@ def first_training(model: nn.Module, c: Collection, recipe: Recipe, data: Batch)
     if recipe.optimizer != "plain":
         measure = {"SAM": "euclidean", "GeodesicSAM": "geodesic-inv"}[recipe.optimizer]
         optimizer = GeodesicSAM(model, optimizer, rho=c.radii[recipe.optimizer], measure=measure)
-    chosen = order(size_of(data), c.batch, c.steps, 1000 + recipe.seed)
+    chosen = order(len(labels_of(data)), c.batch, c.steps, 1000 + recipe.seed)
     train(model, optimizer, (take(data, i) for i in chosen), c.steps, c.smoothings[recipe.smoothing])
 
 
@@ -258,7 +269,7 @@ def adapted(model: nn.Module, c: Collection, seed: int) -> nn.Module:
     import peft
 
     torch.manual_seed(seed)
-    found = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(c.lora)))
+    found = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules=c.lora))
     for p in model.get_submodule(c.head).parameters() if c.head else ():
         p.requires_grad_(True)
     return found
@@ -268,24 +279,26 @@ def _adamw(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate, weight_decay=0.0)
 
 
+def _quotient_adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    heads = any(p.requires_grad and "lora_" not in n for n, p in model.named_parameters())
+    return create_quotient_lora_optimizer(model, lr=rate, **({"other_params_lr": 1e-3} if heads else {}))
+
+
 #: How the second task is trained: all weights, or adapters, each at a fixed rate (None: the collection's).
 METHODS: dict[str, tuple[float | None, Callable[[nn.Module, float], Any]]] = {
     "AdamW": (None, _adamw),
     "LoRA, AdamW": (1e-3, _adamw),
-    "LoRA, QuotientAdam": (3e-3, lambda m, lr: create_quotient_lora_optimizer(m, lr=lr, other_params_lr=1e-3)
-                           if any(p.requires_grad and "lora_" not in n for n, p in m.named_parameters())
-                           else create_quotient_lora_optimizer(m, lr=lr)),
-}  # fmt: skip
+    "LoRA, QuotientAdam": (3e-3, _quotient_adam),
+}
 
 
 def second_training(model: nn.Module, c: Collection, method: str, seed: int, data: Batch) -> nn.Module:
     """Train a copy with a new head on the second task; return it with that head, adapters merged."""
-    labels = data["labels"] if isinstance(data, dict) else data[1]
-    moved = with_new_head(model, c.head, int(labels.max()) + 1, seed)
+    moved = with_new_head(model, c.head, classes_of(data), seed)
     lora = method.startswith("LoRA")
     trained = adapted(moved, c, seed) if lora else moved
     rate, make = METHODS[method]
-    chosen = order(size_of(data), c.batch, c.second_steps, 2000 + seed)
+    chosen = order(len(labels_of(data)), c.batch, c.second_steps, 2000 + seed)
     train(trained, make(trained, rate or c.second_rate), (take(data, i) for i in chosen), c.second_steps)
     return trained.merge_and_unload() if lora else moved  # type: ignore[operator]
 

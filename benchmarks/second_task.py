@@ -19,27 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import _second_tasks as tasks
 import torch
 from _common import RESULTS, write
 from _second_report import power, report
-from _second_tasks import (
-    METHODS,
-    Batch,
-    Collection,
-    Data,
-    Recipe,
-    first_training,
-    grid,
-    scores_and_labels,
-    second_training,
-    size_of,
-    start,
-    take,
-    tested,
-    with_new_head,
-)
+from _second_tasks import COLLECTIONS, Batch, Collection, Data
 from lora_text import keep, kept
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,47 +42,17 @@ BITS, SEEDS = (8, 4, 3, 2), (200, 201)
 #: Shares of a row's largest weight at which the outermost level lies; a loss is the mean over them, since one rounding
 #: is one draw of its noise.
 SCALES = (1.0, 0.95, 0.9)
+#: Where the data are, the fields of ``Data``.
+PATHS = {
+    "minilm": "transformers folder of all-MiniLM-L6-v2",
+    "sst2": "folder with train.tsv and dev.tsv",
+    "ag_news": "folder with alps/dev.tsv and official/test.csv",
+    "weights": "state dict of the vision transformer",
+    "images": "zip with cifar10/{train,test}/CLASS/NAME.jpg",
+    "mnist": "folder with MNIST's idx files",
+}
 #: Networks whose second task is also trained by LoRA: the first of the order.
 ADAPTED = 12
-_SIZES = {"train": 1024, "test": 512, "second_train": 640, "second_test": 256}
-_TEXTS = {"train": 768, "test": 256, "second_train": 400, "second_test": 200}
-_BERT = ("query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense")
-_OPT = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-#: Two radii of the worst case, then two of the average.
-_RHO = {
-    "minilm": {
-        "euclidean": (0.02, 0.08, 0.01, 0.03), "adaptive": (0.4, 1.5, 0.2, 0.5),
-        "geodesic-inv": (0.05, 0.15, 0.02, 0.06), "geodesic-mix": (0.05, 0.2, 0.02, 0.04),
-        "complete-inv": (0.015, 0.06, 0.01, 0.03),
-        "complete-mix": (0.015, 0.06, 0.01, 0.03),
-    },
-    "vit": {
-        "euclidean": (0.02, 0.05, 0.007, 0.017), "adaptive": (0.2, 0.5, 0.08, 0.17),
-        "geodesic-inv": (0.05, 0.13, 0.02, 0.04), "geodesic-mix": (0.04, 0.11, 0.012, 0.025),
-        "complete-inv": (0.02, 0.055, 0.007, 0.015),
-        "complete-mix": (0.02, 0.06, 0.006, 0.013),
-    },
-    "gpt": {
-        "euclidean": (0.08, 0.2, 0.015, 0.035), "adaptive": (1.0, 2.0, 0.3, 0.6), "geodesic-inv": (0.2, 0.5, 0.1, 0.25),
-        "geodesic-mix": (0.02, 0.035, 0.003, 0.006), "complete-inv": (0.1, 0.2, 0.03, 0.07),
-        "complete-mix": (0.015, 0.03, 0.003, 0.006),
-    },
-}  # fmt: skip
-COLLECTIONS = {
-    "minilm": Collection(
-        rates=(1e-4, 3e-4), decays=(0.0, 1.0), steps=48, radii={"SAM": 0.02, "GeodesicSAM": 0.02}, second_rate=2e-4,
-        second_steps=25, head="classifier", lora=_BERT, rho=_RHO["minilm"], points=24, curvature_points=8, sizes=_TEXTS,
-    ),
-    "vit": Collection(
-        rates=(2e-4, 1e-3), decays=(0.0, 3.0), steps=80, radii={"SAM": 0.05, "GeodesicSAM": 0.05}, second_rate=1e-3,
-        second_steps=40, head="mlp_head.1", lora=("linear1", "linear2"), rho=_RHO["vit"], batch=32, points=48,
-        curvature_points=8, sizes=_SIZES,
-    ),
-    "gpt": Collection(
-        rates=(2e-3, 8e-3), decays=(0.0, 0.3), steps=500, radii={"SAM": 0.05, "GeodesicSAM": 0.05}, second_rate=1e-3,
-        second_steps=60, head="", lora=_OPT, rho=_RHO["gpt"], curvature_points=8, sizes=_SIZES | {"train": 8192},
-    ),
-}  # fmt: skip
 #: How the same network is written, by a change in place that leaves its function: in which weights are rounded, too.
 GAUGES: dict[str, Callable[[nn.Module], Any]] = {
     "own": lambda model: None,
@@ -108,7 +65,7 @@ GAUGES: dict[str, Callable[[nn.Module], Any]] = {
 # -- predictors --------------------------------------------------------------------------------------------------------
 
 
-def increases(model: nn.Module, batch: Batch, measure: str, radii: tuple[float, ...], statistic: str) -> list[Any]:
+def increases(model: nn.Module, batch: Batch, measure: str, radii: list[float], statistic: str) -> list[Any]:
     """Measure the increase of the loss at every radius; None where the loss is not finite in the ball."""
     options = {"steps": 8, "relative_tol": 1e-3} if statistic == "worst" else {"num_samples": 3}
     try:
@@ -118,7 +75,7 @@ def increases(model: nn.Module, batch: Batch, measure: str, radii: tuple[float, 
         )  # fmt: skip
         return [float(result[rho]) for rho in radii]
     except RadiusError:
-        return [None] if len(radii) == 1 else [increases(model, batch, measure, (r,), statistic)[0] for r in radii]
+        return [None] if len(radii) == 1 else [increases(model, batch, measure, [r], statistic)[0] for r in radii]
 
 
 def critical_along(model: nn.Module, batch: Batch, direction: dict[Tensor, Tensor], rise: float = 0.1) -> float | None:
@@ -129,7 +86,7 @@ def critical_along(model: nn.Module, batch: Batch, direction: dict[Tensor, Tenso
 
     def loss(step: float) -> float:
         with pointing_to(model, {p: p + step * d for p, d in direction.items()}):
-            return float(F.cross_entropy(*scores_and_labels(model, batch)))
+            return float(F.cross_entropy(*tasks.scores_and_labels(model, batch)))
 
     with torch.no_grad():
         base, low, high, step = loss(0.0), 0.0, math.inf, 1e-3
@@ -141,10 +98,8 @@ def critical_along(model: nn.Module, batch: Batch, direction: dict[Tensor, Tenso
 
 def first_update(model: nn.Module, c: Collection, second: Batch, seed: int) -> dict[Tensor, Tensor]:
     """Return the direction of AdamW's first step on the second task, without the head: the sign of the gradient."""
-    twin = with_new_head(
-        model, c.head, int(second["labels"].max() if isinstance(second, dict) else second[1].max()) + 1, seed
-    )
-    F.cross_entropy(*scores_and_labels(twin, take(second, torch.arange(c.points)))).backward()
+    twin = tasks.with_new_head(model, c.head, tasks.classes_of(second), seed)
+    F.cross_entropy(*tasks.scores_and_labels(twin, tasks.take(second, torch.arange(c.points)))).backward()
     moved = dict(twin.named_parameters())
     return {p: -moved[n].grad.sign() for n, p in body(model, c).items() if moved[n].grad is not None}  # type: ignore[union-attr]
 
@@ -156,7 +111,7 @@ def body(model: nn.Module, c: Collection) -> dict[str, nn.Parameter]:
 
 def predictors(model: nn.Module, c: Collection, data: list[Batch]) -> dict[str, Any]:
     """Measure all that may predict, on examples of the first task's training data."""
-    batch, few = (take(data[0], torch.arange(n)) for n in (c.points, c.curvature_points))
+    batch, few = (tasks.take(data[0], torch.arange(n)) for n in (c.points, c.curvature_points))
     found: dict[str, Any] = {}
     for measure, rho in c.rho.items():
         for statistic, radii in (("worst", rho[:2]), ("average", rho[2:])):
@@ -169,7 +124,7 @@ def predictors(model: nn.Module, c: Collection, data: list[Batch]) -> dict[str, 
         found |= {f"{measure} eigenvalue": float(curvature), f"{measure} trace": curvature.trace}
     found["critical sharpness"] = critical_sharpness(model, batch)
     along = [critical_along(model, batch, first_update(model, c, data[2], s)) for s in SEEDS]
-    found["critical sharpness, second task"] = sum(along) / len(along) if None not in along else None  # type: ignore[arg-type]
+    found["critical sharpness, second task"] = None if None in along else fmean(along)
     return found | norms(model)
 
 
@@ -181,12 +136,12 @@ def second_tasks(model: nn.Module, c: Collection, data: list[Batch], methods: li
     rows = []
     before = {n: p.detach().clone() for n, p in body(model, c).items()}
     for method, seed in product(methods, SEEDS):
-        after = second_training(copy.deepcopy(model), c, method, seed, data[2])
-        learnt = tested(after, data[3])
+        after = tasks.second_training(copy.deepcopy(model), c, method, seed, data[2])
+        learnt = tasks.tested(after, data[3])
         moved = sum(float((p.detach() - before[n]).double().square().sum()) for n, p in body(after, c).items()) ** 0.5
         if c.head:
             after.set_submodule(c.head, model.get_submodule(c.head))
-        loss, error = tested(after, data[1])
+        loss, error = tasks.tested(after, data[1])
         rows.append({"method": method, "seed": seed, "loss": loss, "error": error, "learnt_loss": learnt[0],
                      "learnt_error": learnt[1], "distance": moved})  # fmt: skip
     return rows
@@ -205,14 +160,14 @@ def rounded_(model: nn.Module, bits: int, share: float) -> nn.Module:
 
 def roundings(model: nn.Module, c: Collection, data: list[Batch]) -> dict[str, Any]:
     """Test losses after rounding, in every gauge; and what the measures that depend on the gauge say there."""
-    batch, found = take(data[0], torch.arange(c.points)), dict[str, dict[str, Any]]()
+    batch, found = tasks.take(data[0], torch.arange(c.points)), dict[str, dict[str, Any]]()
     for gauge, move_ in GAUGES.items():
         twin = copy.deepcopy(model)
         move_(twin)
         for b in BITS:
-            losses = [tested(rounded_(copy.deepcopy(twin), b, share), data[1])[0] for share in SCALES]
-            found.setdefault(gauge, {})[f"{b} bits"] = sum(losses) / len(losses)
-        found[gauge]["unrounded"] = tested(twin, data[1])[0]
+            losses = [tasks.tested(rounded_(copy.deepcopy(twin), b, share), data[1])[0] for share in SCALES]
+            found.setdefault(gauge, {})[f"{b} bits"] = fmean(losses)
+        found[gauge]["unrounded"] = tasks.tested(twin, data[1])[0]
         if gauge != "own":
             for measure in ("euclidean", "adaptive"):
                 found[gauge][measure] = increases(twin, batch, measure, c.rho[measure][1:2], "worst")[0]
@@ -222,17 +177,17 @@ def roundings(model: nn.Module, c: Collection, data: list[Batch]) -> dict[str, A
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def trained(name: str, recipe: Recipe, data: Data) -> tuple[nn.Module, list[Batch]]:
+def trained(name: str, recipe: tasks.Recipe, data: Data) -> tuple[nn.Module, list[Batch]]:
     """Train a network on its first task."""
     c = COLLECTIONS[name]
-    model, batches = start(name, data, c.sizes, recipe.seed)
-    first_training(model, c, recipe, batches[0])
+    model, batches = tasks.start(name, data, c.sizes, recipe.seed)
+    tasks.first_training(model, c, recipe, batches[0])
     return model, batches
 
 
 def run(name: str, number: int, data: Data) -> dict[str, Any]:
     """Make the row of a network."""
-    c, recipe, clock = COLLECTIONS[name], grid()[number], [time.process_time()]
+    c, recipe, clock = COLLECTIONS[name], tasks.grid()[number], [time.process_time()]
 
     def lap() -> float:
         clock.append(time.process_time())
@@ -240,15 +195,15 @@ def run(name: str, number: int, data: Data) -> dict[str, Any]:
 
     model, batches = trained(name, recipe, data)
     seconds = {"first": lap()}
-    loss, error = tested(model, batches[1])
+    loss, error = tasks.tested(model, batches[1])
     row: dict[str, Any] = {"collection": name, "number": number, **recipe._asdict(), "loss": loss, "error": error}
     if not math.isfinite(loss) or error >= most_frequent(batches[1]):
         return {**row, "left_out": "it has learned nothing", "seconds": seconds}
-    few = take(batches[0], torch.arange(min(256, size_of(batches[0]))))
-    row["train_loss"], row["train_error"] = tested(model, few)
+    few = tasks.take(batches[0], torch.arange(min(256, len(tasks.labels_of(batches[0])))))
+    row["train_loss"], row["train_error"] = tasks.tested(model, few)
     row["predictors"] = predictors(model, c, batches)
     seconds["predictors"] = lap()
-    row["second"] = second_tasks(model, c, batches, list(METHODS)[: 3 if number < ADAPTED else 1])
+    row["second"] = second_tasks(model, c, batches, list(tasks.METHODS)[: 3 if number < ADAPTED else 1])
     seconds["second"] = lap()
     row["rounding"] = roundings(model, c, batches)
     seconds["rounding"] = lap()
@@ -257,7 +212,7 @@ def run(name: str, number: int, data: Data) -> dict[str, Any]:
 
 def most_frequent(batch: Batch) -> float:
     """Return the error of always naming the most frequent class."""
-    labels = batch["labels"].flatten() if isinstance(batch, dict) else batch[1]
+    labels = tasks.labels_of(batch).flatten()
     return 1 - float(labels.bincount().max()) / len(labels)
 
 
@@ -272,10 +227,10 @@ def commit() -> str:
 
 def moved(name: str, number: int, data: Data) -> dict[str, Any]:
     """Measure a network in double precision, then after moving its heads, and after moving all that it can."""
-    model, batches = trained(name, grid()[number], data)
+    model, batches = trained(name, tasks.grid()[number], data)
     model = model.double()
     c, row = COLLECTIONS[name], {"collection": name, "number": number}
-    batch = take(batches[0], torch.arange(c.points // 2))
+    batch = tasks.take(batches[0], torch.arange(c.points // 2))
     if not isinstance(batch, dict):
         batch = (batch[0].double(), batch[1])
     for move in ("none", "heads", "all"):
@@ -284,10 +239,10 @@ def moved(name: str, number: int, data: Data) -> dict[str, Any]:
             apply_random_moves_(twin, 0.3, seed=1)
         if move != "none":
             apply_random_symmetry_(twin, 10.0, seed=1)
-        row[move] = {"loss": float(F.cross_entropy(*scores_and_labels(twin, batch)))}
+        row[move] = {"loss": float(F.cross_entropy(*tasks.scores_and_labels(twin, batch)))}
         for measure, rho in c.rho.items():
             for statistic, radius in (("worst", rho[1]), ("average", rho[3])):
-                row[move][f"{measure} {statistic}"] = increases(twin, batch, measure, (radius,), statistic)[0]
+                row[move][f"{measure} {statistic}"] = increases(twin, batch, measure, [radius], statistic)[0]
         for measure in ("euclidean", "geodesic-inv"):
             quiet = {"measure": measure, "progress": False}
             row[move][f"{measure} gradient norm"] = float(sharpness.gradient_norm(twin, [batch], **quiet))
@@ -301,19 +256,15 @@ def units(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
             name, _, number = one.partition(":")
             yield name, int(number)
         return
-    for number in range(3 if options.command == "moved" else len(grid())):
+    for number in range(3 if options.command == "moved" else len(tasks.grid())):
         yield from ((name, number) for name in COLLECTIONS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "moved", "report", "power"))
-    parser.add_argument("--minilm", type=Path, help="transformers folder of all-MiniLM-L6-v2")
-    parser.add_argument("--sst2", type=Path, help="folder with train.tsv and dev.tsv")
-    parser.add_argument("--ag-news", type=Path, help="folder with alps/dev.tsv and official/test.csv")
-    parser.add_argument("--weights", type=Path, help="state dict of the vision transformer")
-    parser.add_argument("--images", type=Path, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
-    parser.add_argument("--mnist", type=Path, help="folder with MNIST's idx files")
+    for name, what in PATHS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=Path, help=what)
     parser.add_argument("--out", type=Path, help="file of the rows")
     parser.add_argument("--only", nargs="+", help="networks, such as minilm:3")
     options = parser.parse_args()
@@ -323,9 +274,9 @@ def main() -> None:
         write("second_task_power", power())
         return
     if options.command == "report":
-        report(kept(options.out or RESULTS / "second_task.jsonl"))
+        report(kept(options.out or RESULTS / "second_task.jsonl"), RESULTS.parent.parent / "docs" / "tables")
         return
-    data = Data(*(getattr(options, field) for field in Data._fields))
+    data = Data(**{name: getattr(options, name) for name in PATHS})
     make, name = (run, "second_task") if options.command == "run" else (moved, "second_task_moved")
     out = options.out or RESULTS / f"{name}.jsonl"
     done = {(r["collection"], r["number"]) for r in kept(out)}
