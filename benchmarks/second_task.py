@@ -33,8 +33,8 @@ from torch.nn import functional as F
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_
-from quotient_manifolds.symmetries.modules import pointing_to
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_
+from quotient_manifolds.weights import pointing_to
 from reproduction.baselines import critical_sharpness, norms
 from sharpness.measuring import RadiusError
 
@@ -78,14 +78,16 @@ def increases(model: nn.Module, batch: Batch, measure: str, radii: list[float], 
         return [None] if len(radii) == 1 else [increases(model, batch, measure, [r], statistic)[0] for r in radii]
 
 
-def critical_along(model: nn.Module, batch: Batch, direction: dict[Tensor, Tensor], rise: float = 0.1) -> float | None:
+def critical_along(model: nn.Module, batch: Batch, direction: dict[str, Tensor], rise: float = 0.1) -> float | None:
     """Return 2/η for the least step η along a direction that raises the loss by ``rise``; None if none does.
 
     Along another task's update the loss may rise at once, which leaves no step that does not raise it at all.
     """
 
+    weights = dict(model.named_parameters())
+
     def loss(step: float) -> float:
-        with pointing_to(model, {p: p + step * d for p, d in direction.items()}):
+        with pointing_to(model, {name: weights[name] + step * d for name, d in direction.items()}):
             return float(F.cross_entropy(*tasks.scores_and_labels(model, batch)))
 
     with torch.no_grad():
@@ -96,12 +98,12 @@ def critical_along(model: nn.Module, batch: Batch, direction: dict[Tensor, Tenso
     return 2 / step if low > 0 and math.isfinite(high) else None
 
 
-def first_update(model: nn.Module, c: Collection, second: Batch, seed: int) -> dict[Tensor, Tensor]:
+def first_update(model: nn.Module, c: Collection, second: Batch, seed: int) -> dict[str, Tensor]:
     """Return the direction of AdamW's first step on the second task, without the head: the sign of the gradient."""
     twin = tasks.with_new_head(model, c.head, tasks.classes_of(second), seed)
     F.cross_entropy(*tasks.scores_and_labels(twin, tasks.take(second, torch.arange(c.points)))).backward()
     moved = dict(twin.named_parameters())
-    return {p: -moved[n].grad.sign() for n, p in body(model, c).items() if moved[n].grad is not None}  # type: ignore[union-attr]
+    return {n: -moved[n].grad.sign() for n in body(model, c) if moved[n].grad is not None}  # type: ignore[union-attr]
 
 
 def body(model: nn.Module, c: Collection) -> dict[str, nn.Parameter]:

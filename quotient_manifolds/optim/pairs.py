@@ -30,7 +30,7 @@ def named(group: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, 
         params = list(zip(group["param_names"], params, strict=True))
     known: dict[Any, str] = {} if model is None else {p: name for name, p in weights_of(model).items()}
     given = (p if isinstance(p, tuple) else ("", p) for p in params)
-    found: list[tuple[str, Tensor]] = [(known.get(p, name), p) for name, p in given]
+    found: list[tuple[str, Tensor]] = [(str(known.get(p, name)), p) for name, p in given]
     if not all(name for name, _ in found):
         raise ValueError(
             "parameters have no names, by which symmetries know them; pass model.named_parameters(), or, for groups "
