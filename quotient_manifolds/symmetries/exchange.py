@@ -182,7 +182,7 @@ def _by_first_names(weights: Mapping[str, Tensor], symmetries: Symmetries) -> di
     needed = [name for p in symmetries.pairs for name in p.names] + [n for a in symmetries.actions for n in a.names]
     if lost := next((name for name in needed if name not in own), None):
         raise ValueError(
-            f"there is no weight {lost!r} in the file; its names must be those of the model's state dict, which a "
-            "library may change when it saves (experts that are split or fused)"
+            f"there is no weight {lost!r} in the file; its names must be those of the model's state dict, which "
+            "transformers changes in some models when it saves: save model.state_dict() instead"
         )
     return own
