@@ -164,7 +164,9 @@ class Training(transformers.Trainer):
 
 def trained_by_trainer(folder, size):
     """Train on all examples in every step, whichever process has which; return what was trained, and all weights."""
-    sharding = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}} if size > 1 else {}
+    # The last two are the defaults of newer versions of transformers.
+    config = {"auto_wrap_policy": "NO_WRAP", "version": 2, "sync_module_states": False}
+    sharding = {"fsdp": True, "fsdp_config": config} if size > 1 else {}
     arguments = transformers.TrainingArguments(
         output_dir=folder, use_cpu=True, max_steps=10, per_device_train_batch_size=len(X) // size, max_grad_norm=0,
         lr_scheduler_type="constant", report_to=[], save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
@@ -207,6 +209,9 @@ def halves(way, dtype, size):
 
     These go on with what two have trained anyway, and in single precision with other ways of sharding.
     """
+    waits = "hybrid" in way or way == "mixed"  # for events, which torch before 2.8 does not record on a CPU
+    if waits and torch.__version__ < (2, 8):
+        return 0
     if way == "root" and size == 4:
         return 2 if dtype == torch.float64 else 0
     return 2 if size == 2 else 1

@@ -373,8 +373,10 @@ class Watch(TorchFunctionMode):
 
     @staticmethod
     def _place(t: Tensor) -> int:
-        plain = t.layout == torch.strided and t.device.type != "meta" and not is_sharded(t)
-        return t.untyped_storage().data_ptr() if plain and not is_functorch_wrapped_tensor(t) else 0
+        if t.layout != torch.strided or is_sharded(t) or is_functorch_wrapped_tensor(t):
+            return 0
+        storage = t.untyped_storage()  # on the meta device for tensors that torch.export puts in place of inputs, too
+        return storage.data_ptr() if storage.device.type != "meta" else 0
 
     def _kind(self, t: Tensor) -> int:
         # A tensor that FSDP gathers is a parameter too.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import eq
 
 import torch
 from torch import Tensor
@@ -221,6 +221,11 @@ def unique(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(dict.fromkeys(slots))
 
 
+def _levels(name: str) -> list[str]:
+    """Return the parts of a module's name without the numbers of layers."""
+    return [part for part in name.split(".") if part and not part.isdigit()]
+
+
 def _bound(cells: Sequence[Cell], w: Wiring) -> list[Cell]:
     """Join cells whose scores come from one table (T5's layers share that of the first); the table moves with them."""
     tables = defaultdict[str, tuple[Slot, ...]](tuple)  # by the module that they lie in
@@ -228,8 +233,10 @@ def _bound(cells: Sequence[Cell], w: Wiring) -> list[Cell]:
         tables[slots[0].name.rsplit(".", 2)[0]] += slots
     joined = defaultdict[str, list[Cell]](list)
     for c in cells:  # the table of its own layer, or else of another one of the same stack
-        alike = (t for t in tables if re.sub(r"\d+", "", c.name).startswith(re.sub(r"\d+", "", t)))
-        joined[max(alike, key=c.name.startswith, default=c.name)].append(c)
+        alike = (t for t in tables if all(map(eq, _levels(c.name), _levels(t))))  # a table may lie deeper than its cell
+        common = {t: sum(map(eq, c.name.split("."), t.split("."))) for t in alike}
+        own = max(common, key=common.__getitem__, default=c.name)
+        joined[own].append(c)
     found = []
     for name, each in joined.items():
         parts, scores = [part for c in each for part in c.parts], tables[name]

@@ -149,7 +149,8 @@ class TestTables:
             model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
             batch = {"input_ids": torch.randint(11, (2, 5)), "decoder_input_ids": torch.randint(11, (2, 5))}
         else:  # each has one, or all use one beside them
-            sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 8}
+            sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 8}
+            sizes["num_hidden_layers"] = 11 if kind == "own" else 2
             shared = {f"use_{'shared_' * (kind == 'shared')}relative_position_bias": True}
             config = transformers.BeitConfig(
                 **sizes, image_size=8, patch_size=4, num_channels=1, num_labels=3, **shared
@@ -162,7 +163,7 @@ class TestTables:
                 p.add_(0.3 * torch.randn_like(p))
         return model, batch
 
-    @pytest.mark.parametrize(("kind", "cells"), [("t5", 1 + 1 + 3), ("own", 2), ("shared", 1)])
+    @pytest.mark.parametrize(("kind", "cells"), [("t5", 1 + 1 + 3), ("own", 11), ("shared", 1)])
     def test_copies_meet(self, kind, cells):
         model, batch = self.network(kind)
         element = random_element(model, seed=2)
