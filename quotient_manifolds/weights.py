@@ -93,6 +93,17 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: one for name, p in every if name != (one := first.setdefault(p, name))}
 
 
+def naming(model: nn.Module) -> Callable[[str, str], str]:
+    """Return what gives a weight of the module at a path its name in the model, of a tied one the first."""
+    plain, first = plain_names(model), first_names(model)
+
+    def name_of(path: str, own: str) -> str:
+        whole = plain(f"{path}.{own}".removeprefix("."))
+        return first.get(whole, whole)
+
+    return name_of
+
+
 def plain_class(module: nn.Module) -> type:
     """Return a module's class, as it was before FSDP2 or a parametrisation replaced it by a subclass."""
     cls = type(module)

@@ -19,7 +19,7 @@ from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.symmetries.slots import masks
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, Wiring
-from quotient_manifolds.weights import check_whole, is_point, is_sharded, plain_names, weights_of
+from quotient_manifolds.weights import check_whole, is_point, is_sharded, naming, plain_names, weights_of
 
 from .measures import ElementwiseBlock, Measure, PairBlock
 from .points import PointBlock, WeightBlock
@@ -205,17 +205,17 @@ def vector_lengths(
 
 def _affines(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Affine]:
     """Describe the layers of a model by the names of their matrices: rows of neurons with their biases."""
-    plain, found = plain_names(model), dict[str, Affine]()
+    name_of, found = naming(model), dict[str, Affine]()
     for path, module in model.named_modules():
         for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
             W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
-            matrix, vector = (plain(f"{path}.{own}".removeprefix(".")) for own in (weight, bias))
+            matrix, vector = (name_of(path, own) for own in (weight, bias))
             transposed = type(module).__name__ == "Conv1D"
             if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)) or matrix not in weights:
                 continue
             if b is None or (b.shape == (W.shape[int(transposed)],) and vector in weights):  # else no neuron has both
                 row = None if b is None else placed_slot(module, bias, vector)
-                found[matrix] = Affine(placed_slot(module, weight, matrix, transpose=transposed), row)
+                found.setdefault(matrix, Affine(placed_slot(module, weight, matrix, transpose=transposed), row))
     return found
 
 

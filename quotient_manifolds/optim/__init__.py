@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import adapter_of, adapter_pairs, canonicalize_lora_, is_lora
-from ..symmetries.pairs import Claim, SymmetricPair, check_pairs
-from ..weights import first_names, plain_names, weights_of
+from ..symmetries.pairs import SymmetricPair, check_pairs
+from ..weights import naming, weights_of
 from .base import QuotientOptimizer
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
 from .pairs import alone
@@ -174,11 +174,9 @@ def _no_adapter(model: nn.Module) -> str:
 
 def _hidden(model: nn.Module, symmetries: Symmetries) -> set[str]:
     """Return the names of the weights of linear layers, except the last one, embeddings' and adapters'."""
-    plain, first = plain_names(model), first_names(model)
-    paths = {m: plain(f"{path}.weight".removeprefix(".")) for path, m in model.named_modules()}
-    names = {m: first.get(name, name) for m, name in paths.items()}
-    claims: list[Claim] = [*symmetries.pairs, *symmetries.refused]
-    adapters = {name for p in claims if p.kind == "lora" for name in p.names}
+    name_of = naming(model)
+    names = {m: name_of(path, "weight") for path, m in model.named_modules()}
+    adapters = {name for p in symmetries.claims if p.kind == "lora" for name in p.names}
     linear = [name for m, name in names.items() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
     layers = [name for name in linear if name not in adapters]
     tables = {name for m, name in names.items() if isinstance(m, nn.Embedding)}

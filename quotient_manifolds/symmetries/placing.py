@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
-from ..weights import first_names, plain_names, weights_of
+from ..weights import naming, plain_names, weights_of
 from .pairs import Cause, Claim, merged, refused
 from .slots import renamed
 from .stacks import without_sharing
@@ -15,17 +16,13 @@ from .stacks import without_sharing
 
 def placing(model: nn.Module) -> Callable[[Iterable[Claim], str], list[Claim]]:
     """Return what names weights of claims on the module at a path as in the model; tied ones have their first name."""
-    plain, first = plain_names(model), first_names(model)
+    plain, name_of = plain_names(model), naming(model)
 
     def placed(claims: Iterable[Claim], path: str) -> list[Claim]:
-        def name_of(name: str) -> str:
-            whole = plain(f"{path}.{name}".removeprefix("."))
-            return first.get(whole, whole)
-
         def named(p: Claim) -> Claim:
-            G, H = (set(renamed(side, name_of)) for side in (p.G, p.H))
+            G, H = (set(renamed(side, partial(name_of, path))) for side in (p.G, p.H))
             p = p if G.isdisjoint(H) else refused(p, Cause.TIED)
-            return replace(renamed(p, name_of), module=plain(path))
+            return replace(renamed(p, partial(name_of, path)), module=plain(path))
 
         return list(map(named, claims))
 

@@ -10,6 +10,7 @@ output and nothing else.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field, replace
 
@@ -21,7 +22,7 @@ from .wiring import Affine, Norm, State
 
 
 @dataclass(frozen=True)
-class Action:
+class Action(ABC):
     """A group of moves of some weights.
 
     Attributes
@@ -51,9 +52,9 @@ class Action:
         return f"{self.kind}: {self.name}"
 
     @property
+    @abstractmethod
     def slots(self) -> tuple[Slot, ...]:
         """What moves."""
-        raise NotImplementedError
 
     @property
     def needed(self) -> tuple[Slot, ...]:
@@ -66,9 +67,9 @@ class Action:
         return ()
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """The shape of t, which says how far to move; t = 0 changes nothing."""
-        raise NotImplementedError
 
     @property
     def dimension(self) -> int:
@@ -84,13 +85,13 @@ class Action:
         """Return the same symmetry for where only some of the others are left."""
         return self
 
+    @abstractmethod
     def act_(self, state: State, t: Tensor) -> None:
         """Move weights, differentiably."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fold_(self, state: State) -> None:
         """Go to the one point of the orbit that all equivalent weights share."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import product
 
 from torch import Tensor, nn
 
-from ...weights import first_names, plain_names
+from ...weights import naming, plain_names
 from ..pairs import Cause, Claim, Refusal, SymmetricPair
 from ..slots import Slot, slot
 from .kinds import (
@@ -140,13 +140,12 @@ def _shift(site: Site) -> Shift | None:
 
 def lengths_of(model: nn.Module) -> Iterator[Length]:
     """Yield those of the rows that weight normalisation divides by their lengths, in layers of any class."""
-    plain, first = plain_names(model), first_names(model)
+    plain, name_of = plain_names(model), naming(model)
     for path, module in model.named_modules():
         for own, steps in getattr(module, "parametrizations", {}).items():
             if type(steps[0]).__name__ == "_WeightNorm" and steps[0].dim == 0 and len(steps) == 1:
                 inside = f"parametrizations.{own}.original1"
-                name = plain(f"{path}.{inside}".removeprefix("."))
-                yield Length("length", plain(path), replace(slot(module, inside), name=first.get(name, name)))
+                yield Length("length", plain(path), replace(slot(module, inside), name=name_of(path, inside)))
 
 
 def key_bias(head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:

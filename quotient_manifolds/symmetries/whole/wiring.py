@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ...linalg import in_double
-from ...weights import first_names, plain_class, plain_names
+from ...weights import naming, plain_class
 from ..pairs import SymmetricPair
 from ..registry import ByClass
 from ..slots import GL, Slot, renamed
@@ -311,13 +312,8 @@ def wiring_of(model: nn.Module, at: str = "") -> Wiring | None:
     while type(part).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         name, part = next(part.named_children())
         at = f"{at}.{name}".removeprefix(".")
-    found, plain, first = _of_class(part), plain_names(model), first_names(model)
-
-    def name_of(name: str) -> str:
-        whole = plain(f"{at}.{name}".removeprefix("."))
-        return first.get(whole, whole)
-
-    return None if found is None else renamed(found, name_of)
+    found = _of_class(part)
+    return None if found is None else renamed(found, partial(naming(model), at))
 
 
 def _of_class(model: nn.Module) -> Wiring | None:
