@@ -78,7 +78,7 @@ class NotASymmetryError(ValueError):
             f"(residual {self.residual:.1e}, rounding is up to {self.tolerance:.0e}); something acts between its "
             "factors (a hook, an adapter, a subclass, shared memory), or the loss has a penalty on the weights, or the "
             "gradient was clipped entry by entry, or was not taken at these weights (no zero_grad since they moved; or "
-            "on purpose: optimizer.certify = False); leave the pair out of pairs, or skip its layer with "
+            "on purpose: optimizer.certify = False); leave the pair out of the symmetries, or skip its layer with "
             "quotient_manifolds.symmetries.skip"
         )
 
