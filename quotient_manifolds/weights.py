@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ._geoopt import ManifoldParameter
 from .linalg import at_least_float32, has_double
 from .passes import Forward, Run, Shared, Wide, drawing_again, floats, tensors, to_device, widened
 
+F = TypeVar("F", bound=Callable[..., Any])
 #: Attributes of modules that are False meanwhile. Without the second, bitsandbytes packs a layer's 4-bit weights for
 #: inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through the
 #: layer, and its old weights no longer fit. With the third, gradients are sparse and have no derivatives. With the
@@ -109,6 +110,27 @@ def plain_class(module: nn.Module) -> type:
     cls = type(module)
     sharded = 2 if cls.__mro__[1].__name__ == "FSDPModule" else 0  # torch 2.7 does not say
     return cls.__mro__[1 if parametrize.is_parametrized(module) else getattr(cls, "_orig_cls_mro_index", sharded)]
+
+
+class ByClass(dict[str, F]):
+    """Functions for modules of exactly some classes, by their qualified names."""
+
+    def register(self, *classes: type | str) -> Callable[[F], F]:
+        """Return a decorator that registers a function for the classes."""
+
+        def decorate(function: F) -> F:
+            self.update((c if isinstance(c, str) else _qualified(c), function) for c in classes)
+            return function
+
+        return decorate
+
+    def of(self, module: nn.Module) -> F | None:
+        """Look up the function for the exact class of a module."""
+        return self.get(_qualified(plain_class(module)))
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _leave_shortcuts(undo: list[Callable[[], object]]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.symmetries.layout import Layout, Sublayer, affine, norm, wire
 from quotient_manifolds.symmetries.whole import Site, Wiring, register_wiring
-from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, norm, wire
 
 __all__ = ["ImageTransform", "SmallViT", "scratch_vit", "vit_cifar10"]
 

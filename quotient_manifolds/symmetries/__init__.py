@@ -12,7 +12,6 @@ from .slots import GL, Slot, slot
 from .stacks import PairStack, stacks
 
 if TYPE_CHECKING:
-    from ..compare import ModelDistance, PairDistance, model_distance
     from .attention import Heads, Projection, attention_pairs
     from .discovery import ALL, apply_random_symmetry_, find, verify
     from .exchange import from_json, moved_weights, to_json

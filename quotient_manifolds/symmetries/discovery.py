@@ -125,8 +125,8 @@ def with_wiring(
     model: nn.Module, found: Symmetries, *, kinds: Collection[str] = ALL, classes: bool = False
 ) -> Symmetries:
     """Add the symmetries of hidden neurons, and those around the streams."""
-    from .whole.listing import actions_of, lengths_of  # what heads alone do not need
-    from .whole.wiring import wiring_of
+    from .architectures import wiring_of
+    from .listing import actions_of, lengths_of  # what heads alone do not need
 
     wiring, weights, plain = wiring_of(model), weights_of(model), plain_names(model)
     claims = settled([] if wiring is None else wiring.neurons, model)

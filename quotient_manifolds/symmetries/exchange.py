@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..linalg import in_double, standard_normal
+from . import kinds, wiring
 from .certificate import move_stacks_
 from .found import Symmetries
 from .pairs import Cause, Refusal, SymmetricPair
 from .slots import GL, Slot
 from .stacks import stacks
-from .whole import kinds, wiring
 from .whole.canonical import canonical_form
-from .whole.wiring import State, Wiring
+from .wiring import State, Wiring
 
 #: The version of the format. It rises when a reader of an older one would read something else than was meant.
 SCHEMA = 1

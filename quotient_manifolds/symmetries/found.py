@@ -13,8 +13,8 @@ from torch import Tensor
 from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
 
 if TYPE_CHECKING:
-    from .whole.kinds import Action
-    from .whole.wiring import Wiring
+    from .kinds import Action
+    from .wiring import Wiring
 
 
 @dataclass(frozen=True)

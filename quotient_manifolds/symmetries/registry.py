@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..passes import eager, tensors
-from ..weights import is_sharded, plain_class, plain_names
+from ..weights import ByClass, is_sharded, plain_class, plain_names
 from .attention import Heads
 from .found import Symmetries, check_symmetries
 from .lora import is_lora
@@ -25,7 +25,6 @@ from .pairs import Cause, Claim, no_pair
 from .roles import possible_heads, proposals, roles_of
 from .slots import PLANES
 
-F = TypeVar("F", bound=Callable[..., Any])
 #: Functions whose call makes a module an attention layer, if no handler covers it.
 _ATTENTION_CALLS = {
     "scaled_dot_product_attention",
@@ -40,27 +39,6 @@ _ATTENTION_CALLS = {
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
 #: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
 _WEIGHT, _SCORE = 1, 2
-
-
-class ByClass(dict[str, F]):
-    """Functions for modules of exactly some classes, by their qualified names."""
-
-    def register(self, *classes: type | str) -> Callable[[F], F]:
-        """Return a decorator that registers a function for the classes."""
-
-        def decorate(function: F) -> F:
-            self.update((c if isinstance(c, str) else _qualified(c), function) for c in classes)
-            return function
-
-        return decorate
-
-    def of(self, module: nn.Module) -> F | None:
-        """Look up the function for the exact class of a module."""
-        return self.get(_qualified(plain_class(module)))
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 Handler = Callable[[nn.Module], Iterable[Claim]]

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from ...linalg import finite, in_double
 from ...weights import check_whole, weights_of
 from ..discovery import ALL, find
+from ..wiring import State, Wiring
 from .canonical import canonical_form, write_values
 from .fits import balanced, matched, permutation, refined, rotation, turned
 from .units import Cell, Move, Part, cells_of, unique
-from .wiring import State, Wiring
 
 #: What :func:`align_models` may move, beyond the canonical form.
 KINDS = ("permutations", "rotation", "heads", "scales")

@@ -19,11 +19,11 @@ from ...weights import check_whole, running_copy, weights_of
 from ..certificate import Certificate, certify, change, maximum, move_stacks_, output_gradients, preserve_values
 from ..discovery import ALL, find
 from ..found import Symmetries
+from ..kinds import Action
 from ..pairs import SymmetricPair
 from ..slots import Slot, masks
 from ..stacks import stacks
-from .kinds import Action
-from .wiring import State
+from ..wiring import State
 
 
 @dataclass(frozen=True)

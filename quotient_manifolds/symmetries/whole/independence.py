@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ...linalg import finite
 from ...weights import check_whole, weights_of
 from ..discovery import ALL, find
+from ..wiring import State, Wiring
 from .canonical import canonical_form
 from .fits import assigned
-from .wiring import State, Wiring
 
 #: Singular values that are smaller, relative to the largest, are rounding of float32.
 _RANK = 1e-6

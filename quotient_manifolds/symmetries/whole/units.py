@@ -14,7 +14,7 @@ from torch import Tensor
 from ..found import Symmetries
 from ..pairs import Claim, Refusal, SymmetricPair
 from ..slots import GL, Slot, SlotStack
-from .wiring import State, Wiring
+from ..wiring import State, Wiring
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import sharpness
 from quotient_manifolds.symmetries import ALL, Symmetries, find, from_json, moved_weights, slot, to_json
+from quotient_manifolds.symmetries.kinds import Length
 from quotient_manifolds.symmetries.whole import State, canonical_form
-from quotient_manifolds.symmetries.whole.kinds import Length
 from tests import architectures
 from tests.whole_networks import FAMILIES, build, forward, inputs
 

@@ -5,6 +5,7 @@ import timm
 import torch
 from torch import nn
 
+from quotient_manifolds.symmetries.layout import Layout, Sublayer, affine, has, table, wire
 from quotient_manifolds.symmetries.whole import (
     State,
     Wiring,
@@ -12,7 +13,6 @@ from quotient_manifolds.symmetries.whole import (
     verify_whole,
     wiring_of,
 )
-from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, has, table, wire
 from quotient_manifolds.weights import weights_of
 from tests import architectures
 from tests.extent import EXHAUSTIVE

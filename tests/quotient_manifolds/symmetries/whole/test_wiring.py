@@ -6,6 +6,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quotient_manifolds.symmetries import find
+from quotient_manifolds.symmetries.layout import table
+from quotient_manifolds.symmetries.listing import actions_of
 from quotient_manifolds.symmetries.whole import (
     Site,
     State,
@@ -16,8 +18,6 @@ from quotient_manifolds.symmetries.whole import (
     register_wiring,
     wiring_of,
 )  # fmt: skip
-from quotient_manifolds.symmetries.whole.layout import table
-from quotient_manifolds.symmetries.whole.listing import actions_of
 from quotient_manifolds.weights import weights_of
 from tests import networks
 from tests.whole_networks import build, folded, forward, inputs

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..slots import Slot
+from .slots import Slot
 from .wiring import Affine, Norm, State
 
 

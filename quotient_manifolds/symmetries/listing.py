@@ -9,9 +9,7 @@ from itertools import product
 
 from torch import Tensor, nn
 
-from ...weights import naming, plain_names
-from ..pairs import Cause, Claim, Refusal, SymmetricPair
-from ..slots import Slot, slot
+from ..weights import naming, plain_names
 from .kinds import (
     Action,
     Centring,
@@ -26,6 +24,8 @@ from .kinds import (
     Shift,
     has_zeros,
 )
+from .pairs import Cause, Claim, Refusal, SymmetricPair
+from .slots import Slot, slot
 from .wiring import Affine, Norm, Site, State, Wiring
 
 

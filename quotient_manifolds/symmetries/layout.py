@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..slots import Slot, outline, slot
+from .slots import Slot, outline, slot
 from .wiring import Affine, Norm, Site, Wiring, neurons
 
 

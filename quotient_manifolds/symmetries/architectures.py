@@ -15,9 +15,12 @@ from typing import Any
 
 from torch import nn
 
-from ...weights import plain_class
+from ..weights import plain_class
 from .layout import Layout, Sublayer, affine, find, has, norm, table, wire, within
 from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
+
+#: What finds the wiring of a network, once this table is read.
+__all__ = ["wiring_of"]
 
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
 _TABLE = ConfigParser(interpolation=None)

@@ -11,11 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ...linalg import in_double
-from ...weights import naming, plain_class
-from ..pairs import SymmetricPair
-from ..registry import ByClass
-from ..slots import GL, Slot, renamed
+from ..linalg import in_double
+from ..weights import ByClass, naming, plain_class
+from .pairs import SymmetricPair
+from .slots import GL, Slot, renamed
 
 
 class State(dict[str, Tensor]):
