@@ -103,10 +103,11 @@ class Symmetries:
         actions = [a for a in self.actions if moving.issuperset(a.names)]
         while lost := [a for a in actions if not {b.label for b in actions}.issuperset(a.after)]:
             actions = [a for a in actions if a not in lost]
-        kept = set(actions)
+        kept, folded = set(actions), {a.label for a in actions}
         for a in (a for a in self.actions if a not in kept):
             still = sorted(set(a.names) - moving)
-            cause, why = (Cause.FROZEN, still) if still else (Cause.UNFOLDED, a.after)
+            lost = [label for label in a.after if label not in folded]
+            cause, why = (Cause.FROZEN, still) if still else (Cause.UNFOLDED, lost)
             out.append(Refusal(a.name, a.kind, cause, ", ".join(why), G=a.slots))
         return replace(self, pairs=tuple(found), refused=tuple(out), actions=tuple(a.among(kept) for a in actions))
 
