@@ -106,8 +106,8 @@ class Symmetries:
         kept, folded = set(actions), {a.label for a in actions}
         for a in (a for a in self.actions if a not in kept):
             still = sorted(set(a.names) - moving)
-            lost = [label for label in a.after if label not in folded]
-            cause, why = (Cause.FROZEN, still) if still else (Cause.UNFOLDED, lost)
+            missing = [label for label in a.after if label not in folded]
+            cause, why = (Cause.FROZEN, still) if still else (Cause.UNFOLDED, missing)
             out.append(Refusal(a.name, a.kind, cause, ", ".join(why), G=a.slots))
         return replace(self, pairs=tuple(found), refused=tuple(out), actions=tuple(a.among(kept) for a in actions))
 
