@@ -204,13 +204,17 @@ def spoilt(rank, size):
     return found
 
 
+def possible(way, dtype):
+    """Return whether this torch shards so on a CPU: before 2.9 gloo adds means in single precision, and has no HSDP."""
+    return torch.__version__ >= (2, 9) or (dtype == torch.float64 and "hybrid" not in way)
+
+
 def halves(way, dtype, size):
     """In how many halves of the steps two processes train, or four.
 
     These go on with what two have trained anyway, and in single precision with other ways of sharding.
     """
-    waits = "hybrid" in way or way == "mixed"  # for events, which torch before 2.8 does not record on a CPU
-    if waits and torch.__version__ < (2, 8):
+    if not possible(way, dtype):
         return 0
     if way == "root" and size == 4:
         return 2 if dtype == torch.float64 else 0
