@@ -164,7 +164,7 @@ def test_one_column_against_a_grid_over_the_group(name, dtype):
     for n, m in ((3, 2), (1, 4), (3, 1)):
         manifold = METRICS[name](n, m)
         x, y = torch.randn(2, 10, n + m, 1, dtype=dtype)
-        y[0] = x[0] + 0.3 * y[0]
+        y[0] = 1.2 * x[0]
         x[1], y[1] = x[0], -y[0]  # the other sign is nearer than for the first
         if not dtype.is_complex:  # seen from the tip of mix's cone at an angle of √2 π
             y[2] = torch.cat([x[2, :n], -3 * x[2, n:]])
