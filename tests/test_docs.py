@@ -225,7 +225,7 @@ def test_commands_that_pages_name_exist():
 def test_a_page_of_results_answers_first(page):
     """One figure, question, answer and caveat, and how it was done in five points; all else is folded or elsewhere."""
     text = page.read_text(encoding="utf-8")
-    if "**Question**" not in text:  # the plan, the details of the study, a table of costs
+    if "**Question**" not in text:  # the plans, the details of the study, a table of costs
         assert page.stem in ("preregistration", "second-task-plan", "generalization-details", "benchmarks")
         return
     head, _, rest = text.partition("\n## How it was done\n")
