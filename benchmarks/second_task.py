@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries import ALL, apply_random_symmetry_, find
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_
 from quotient_manifolds.weights import pointing_to
 from reproduction.baselines import critical_sharpness, norms
@@ -235,10 +235,11 @@ def moved(name: str, number: int, data: Data) -> dict[str, Any]:
     batch = tasks.take(batches[0], torch.arange(c.points // 2))
     if not isinstance(batch, dict):
         batch = (batch[0].double(), batch[1])
-    for move in ("none", "heads", "all"):
+    kinds = {a.kind for a in find(model, kinds=ALL).actions}
+    for move in ("none", "heads", "all", "all but rotation"):  # which averages follow in distribution only
         twin = copy.deepcopy(model)
-        if move == "all":
-            apply_random_moves_(twin, 0.3, seed=1)
+        if move.startswith("all"):
+            apply_random_moves_(twin, 0.3, seed=1, kinds=kinds if move == "all" else kinds - {"rotation"})
         if move != "none":
             apply_random_symmetry_(twin, 10.0, seed=1)
         row[move] = {"loss": float(F.cross_entropy(*tasks.scores_and_labels(twin, batch)))}
