@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
-from quotient_manifolds.symmetries import adapter_pairs, apply_random_symmetry_
+from quotient_manifolds.symmetries import adapter_pairs, move_
 from reproduction.alignment import align
 from sharpness.plots import figure
 
@@ -70,7 +70,7 @@ def main() -> None:
     for repeat in range(options.repeats):
         one, two = (adapted(options, 1 + 2 * repeat + k, common) for k in (0, 1))
         for k, model in enumerate((one, two)):
-            apply_random_symmetry_(model, options.condition, 100 * repeat + k, adapter_pairs(model).pairs)
+            move_(model, adapter_pairs(model), condition=options.condition, seed=100 * repeat + k)
         pairs, (a, b) = adapter_pairs(one).pairs, (points(m) for m in (one, two))
 
         def loss(at: list[Tensor], one: nn.Module = one, pairs: Any = pairs) -> tuple[float, float]:

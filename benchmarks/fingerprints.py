@@ -20,6 +20,7 @@ import json
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from lora_text import sst2
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries import ALL, apply_random_symmetry_, find
-from quotient_manifolds.symmetries.whole import align_models, apply_random_moves_, independence_test
+from quotient_manifolds.symmetries import ALL, Symmetries, canonicalize_, find, move_
+from quotient_manifolds.symmetries.whole import align_models, independence_test
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.whole_networks import random_element
@@ -105,15 +106,18 @@ def permuted(model: nn.Module, seed: int) -> None:
             conv.weight.data = conv.weight.data[order]
 
 
+def outside_pairs(model: nn.Module) -> Symmetries:
+    """The symmetries outside heads and neurons."""
+    return replace(find(model, kinds=ALL), pairs=())
+
+
 def moved(model: nn.Module, kind: str, seed: int) -> nn.Module:
     """A copy that computes the same function, moved along one kind of symmetry."""
     twin = copy.deepcopy(model)
     if kind == "permutations":
         permuted(twin, seed)
-    elif kind in ("qk", "vo"):
-        apply_random_symmetry_(twin, seed=seed, pairs=find(twin).of_kind([kind]).of_full_rank().pairs)
     else:
-        apply_random_moves_(twin, seed=seed, kinds=[kind])
+        move_(twin, find(twin, kinds=("heads",) if kind in ("qk", "vo") else ALL), seed=seed, kinds=[kind])
     return twin
 
 
@@ -129,10 +133,10 @@ def features(seed: int) -> list[dict[str, Any]]:
     Moves outside the pairs begin at the canonical form, so that is what all are compared with.
     """
     model, other = small_network(seed), small_network(seed + 1)
-    apply_random_moves_(model, scale=0.3, seed=seed)
+    move_(model, outside_pairs(model), seed=seed)
     words = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(seed))
     rows, folded = [], copy.deepcopy(model)
-    apply_random_moves_(folded, kinds=[])
+    canonicalize_(folded, outside_pairs(folded))
     kinds = dict.fromkeys(a.kind for a in find(model, kinds=ALL).actions)
     twins = {kind: (folded, moved(folded, kind, seed)) for kind in (*kinds, "qk", "vo", "permutations")}
     for kind, (one, twin) in {**twins, "all folded": (model, folded), "another network": (model, other)}.items():
@@ -198,8 +202,7 @@ def kinship(folder: Path, texts: Path, out: Path) -> list[dict[str, Any]]:
     nets = {"given": transformers.BertModel.from_pretrained(folder).eval()}
     nets |= {name: trained(name, folder, texts, out) for name in (*FINE_TUNES, *UNRELATED)}
     twin = random_element(nets["fine-tune 2"], 0).of(nets["fine-tune 2"])
-    apply_random_moves_(twin)
-    apply_random_symmetry_(twin, pairs=find(twin, kinds=("heads", "neurons")).of_full_rank().pairs)
+    move_(twin, find(twin, kinds=ALL))
     nets["fine-tune 2, moved"] = twin
     rows = []
     for one, other in itertools.combinations(nets, 2):

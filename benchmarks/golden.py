@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -109,8 +110,8 @@ def measures(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
 
 def comparisons(model: nn.Module) -> Numbers:
     """Distances, canonical form, aligning."""
-    from quotient_manifolds.symmetries import find, model_distance
-    from quotient_manifolds.symmetries.whole import align_models, canonicalize_
+    from quotient_manifolds.symmetries import ALL, canonicalize_, find, model_distance
+    from quotient_manifolds.symmetries.whole import align_models
 
     other = copy.deepcopy(model)
     torch.manual_seed(1)
@@ -125,7 +126,9 @@ def comparisons(model: nn.Module) -> Numbers:
         return
     yield "distance of aligned networks", align_models(model, other)[1].distance
     canonical = copy.deepcopy(model)
-    yield "dimension of the symmetries", float(sum(canonicalize_(canonical).symmetries.dimensions.values()))
+    found = find(canonical, kinds=ALL)
+    yield "dimension of the symmetries", float(found.dimension)
+    canonicalize_(canonical, dataclasses.replace(found, pairs=()))
     yield "size of the canonical form", math.sqrt(sum(float(p.detach().square().sum()) for p in canonical.parameters()))
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries import move_
 
 WIDTH, HEADS, CLASSES = 8, 2, 3
 
@@ -84,7 +84,7 @@ def main() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     moved = copy.deepcopy(model).eval()
-    apply_random_symmetry_(moved, 30.0, seed=1)
+    move_(moved, condition=30.0, seed=1)
     ways: dict[str, Any] = {
         "sharpness, euclidean-hessian": lambda m: ours("euclidean", m, x, y),
         "curvlinops": lambda m: by_curvlinops(m, x, y),

@@ -17,6 +17,7 @@ import math
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -32,8 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import ALL, apply_random_symmetry_, find
-from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_
+from quotient_manifolds.symmetries import ALL, canonicalize_, find, move_
 from quotient_manifolds.weights import pointing_to
 from reproduction.baselines import critical_sharpness, norms
 from sharpness.measuring import RadiusError
@@ -56,9 +56,9 @@ ADAPTED = 12
 #: How the same network is written, by a change in place that leaves its function: in which weights are rounded, too.
 GAUGES: dict[str, Callable[[nn.Module], Any]] = {
     "own": lambda model: None,
-    "balanced": lambda model: apply_random_symmetry_(model, 1.0, seed=0),
-    "random": lambda model: apply_random_symmetry_(model, 10.0, seed=0),
-    "canonical": canonicalize_,
+    "balanced": lambda model: move_(model, condition=1.0, seed=0),
+    "random": lambda model: move_(model, condition=10.0, seed=0),
+    "canonical": lambda model: canonicalize_(model, replace(find(model, kinds=ALL), pairs=())),
 }
 
 
@@ -163,9 +163,9 @@ def rounded_(model: nn.Module, bits: int, share: float) -> nn.Module:
 def roundings(model: nn.Module, c: Collection, data: list[Batch]) -> dict[str, Any]:
     """Test losses after rounding, in every gauge; and what the measures that depend on the gauge say there."""
     batch, found = tasks.take(data[0], torch.arange(c.points)), dict[str, dict[str, Any]]()
-    for gauge, move_ in GAUGES.items():
+    for gauge, written in GAUGES.items():
         twin = copy.deepcopy(model)
-        move_(twin)
+        written(twin)
         for b in BITS:
             losses = [tasks.tested(rounded_(copy.deepcopy(twin), b, share), data[1])[0] for share in SCALES]
             found.setdefault(gauge, {})[f"{b} bits"] = fmean(losses)
@@ -235,13 +235,13 @@ def moved(name: str, number: int, data: Data) -> dict[str, Any]:
     batch = tasks.take(batches[0], torch.arange(c.points // 2))
     if not isinstance(batch, dict):
         batch = (batch[0].double(), batch[1])
-    kinds = {a.kind for a in find(model, kinds=ALL).actions}
-    for move in ("none", "heads", "all", "all but rotation"):  # which averages follow in distribution only
+    found = find(model, kinds=ALL)
+    every, heads = set(found.dimensions), {p.kind for p in find(model).pairs}
+    kinds = {"none": (), "heads": heads, "all": every, "all but rotation": every - {"rotation"}}
+    for move, moving in kinds.items():  # averages follow a rotation in distribution only
         twin = copy.deepcopy(model)
-        if move.startswith("all"):
-            apply_random_moves_(twin, 0.3, seed=1, kinds=kinds if move == "all" else kinds - {"rotation"})
-        if move != "none":
-            apply_random_symmetry_(twin, 10.0, seed=1)
+        if moving:
+            move_(twin, found, seed=1, kinds=moving)
         row[move] = {"loss": float(F.cross_entropy(*tasks.scores_and_labels(twin, batch)))}
         for measure, rho in c.rho.items():
             for statistic, radius in (("worst", rho[1]), ("average", rho[3])):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
+from .symmetries.canonical import canonical_form
 from .symmetries.discovery import ALL, find
 from .symmetries.found import Symmetries
 from .symmetries.pairs import Cause, SymmetricPair
 from .symmetries.slots import masks
 from .symmetries.stacks import stacks
-from .symmetries.whole import Wiring, align_models, canonical_form
+from .symmetries.whole import Wiring, align_models
 from .weights import check_whole, weights_of
 
 
@@ -116,10 +117,10 @@ def model_distance(one: nn.Module, other: nn.Module, *, metric: str = "inv", mod
     A group element changes the weights, not the distance:
 
     >>> import copy, torch
-    >>> from quotient_manifolds.symmetries import apply_random_symmetry_, model_distance
+    >>> from quotient_manifolds.symmetries import move_, model_distance
     >>> one = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
     >>> other = copy.deepcopy(one)
-    >>> _ = apply_random_symmetry_(other)
+    >>> _ = move_(other)
     >>> model_distance(one, other).total < 1e-4
     True
     """

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import Cause, PairStack, Slot, SymmetricPair, Symmetries, find, slot, stacks
-from quotient_manifolds.symmetries.discovery import PAIRS, check_names, with_wiring
+from quotient_manifolds.symmetries.discovery import PAIRS, with_wiring
+from quotient_manifolds.symmetries.found import check_names
 from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.symmetries.slots import masks
 from quotient_manifolds.symmetries.stacks import coverage
@@ -113,7 +114,7 @@ def divided_out(
         return Symmetries()
     found = find(model, kinds=kinds) if given is None or not measure.divides else given
     if given is not None and measure.divides:
-        check_names(given.pairs, weights_of(model), type(model).__name__)
+        check_names(given, weights_of(model), type(model).__name__)
         found = given if not measure.takes_points else _with_points(model, given)
     if measure.form == "canonical" and not found.actions:
         found = with_wiring(model, found, classes=classes)

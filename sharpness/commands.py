@@ -271,9 +271,8 @@ def symmetries(
         Print every continuous symmetry as JSON, for other programs.
     """
     from quotient_manifolds.symmetries import ALL, check_coverage, default_forward, find, to_json
-    from quotient_manifolds.symmetries import verify as verify_pairs
+    from quotient_manifolds.symmetries import verify as certify
     from quotient_manifolds.symmetries.discovery import PAIRS
-    from quotient_manifolds.symmetries.whole import verify_whole
 
     from .models import load
 
@@ -292,17 +291,18 @@ def symmetries(
         raise ValueError("--verify needs inputs, which are known for images and texts only; give --data")
     with naming(f"{model} cannot be verified; --data gives it other inputs"):
         check_coverage(network, lambda: default_forward(network, batch), found)
-        report: Any = (verify_whole if complete else verify_pairs)(network, batch)
+        report = certify(network, batch, found if complete else None)
     print(f"\n{report}")
     return 0 if report.ok else 1
 
 
 def canonicalize(model: str, *, out: Path) -> int:
-    """Save a model in canonical form: norms folded, layers centred.
+    """Save a model in canonical form: norms folded, layers centred, heads balanced.
 
     Rewrite a model of transformers so that equivalent weights become equal: norms folded
-    into the next layers, biases and embeddings centred. Outputs do not change. Heads,
-    neurons and the basis of the residual stream stay as they are. transformers loads the
+    into the next layers, biases and embeddings centred, both factors of every head scaled
+    alike. Outputs do not change. The order of heads and neurons and the basis of the
+    residual stream stay as they are. transformers loads the
     new folder like the old one. LoRA adapters of the old weights do not fit the new ones.
 
     in a shell:
@@ -317,7 +317,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     """
     import torch
 
-    from quotient_manifolds.symmetries.whole import canonicalize_
+    from quotient_manifolds.symmetries import canonicalize_
 
     from . import models
     from .losses import computed_in, rounding_error
@@ -330,10 +330,10 @@ def canonicalize(model: str, *, out: Path) -> int:
         raise ValueError(f"--out {out} exists already; give a new folder")
     with torch.no_grad():
         before = network(**loaded.example)[0].double()
-        form = canonicalize_(network)
+        folded = canonicalize_(network)
         change = float((network(**loaded.example)[0].double() - before).abs().max() / before.abs().max())
         rounding = max(rounding_error(network), computed_in(lambda: network(**loaded.example)))
-    if not form.symmetries.wired:
+    if not folded.wired:
         raise ValueError(f"the wiring of {type(network).__name__} is not known; describe it with register_wiring")
     # In half precision 10⁴ roundings would be any change at all.
     if not change <= min(0.1, 1e4 * rounding):
@@ -343,7 +343,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     for path in models.files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
         if not (out / path.name).exists():
             shutil.copy(path, out)
-    print(f"{form.symmetries.table()}\nlargest relative change of an output {change:.0e}")
+    print(f"{folded.table()}\nlargest relative change of an output {change:.0e}")
     print(f"LoRA adapters of {model} change other outputs on the new weights: merge them into {model} before")
     return 0
 

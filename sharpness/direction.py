@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import in_double
-from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries
+from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries, canonical_form
 from quotient_manifolds.symmetries.registry import candidates, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
-from quotient_manifolds.symmetries.whole import canonical_form
 from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
 
 from .building import block_class, stacks_of

@@ -228,7 +228,7 @@ class ElementwiseBlock:
         """Draw a standard Gaussian horizontal vector, the same on all devices and at all representatives."""
         return self.project(standard_normal((self.dim,), self._base.new_empty(0, dtype=self.dtype), generator))
 
-    def move_(self, out: Tensors, c: Tensor | None) -> None:
+    def retract_(self, out: Tensors, c: Tensor | None) -> None:
         """Write the weights R(c) = w + scale · c; for None the weights at which the block is."""
         target = out[self.name]
         if c is None:
@@ -340,7 +340,7 @@ class PairBlock:
         share = (_INSIDE * self.tangent.exit_time(u.detach())).clamp_max(1)
         return self.tangent.geodesic(u * share[..., None, None])[0]
 
-    def move_(self, out: Tensors, c: Tensor | None) -> None:
+    def retract_(self, out: Tensors, c: Tensor | None) -> None:
         """Retract, and write the factors of every pair."""
         if c is None:
             end = self.tangent.x

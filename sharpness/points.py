@@ -147,7 +147,7 @@ class PointBlock:
         still = (self._points(u) == 0).all(-1, keepdim=True)
         return self._shaped(torch.where(still, self._points(self.x), self._points(end)))
 
-    def move_(self, out: Tensors, c: Tensor | None) -> None:
+    def retract_(self, out: Tensors, c: Tensor | None) -> None:
         """Write the point R(c); for None the point at which the block is."""
         end = self.x if c is None else self.retract(self._shaped(self._vector(self._of_flat(c))))
         out[self.name].copy_(end)

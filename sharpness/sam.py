@@ -214,7 +214,7 @@ class GeodesicSAM(Optimizer):
                 if isinstance(block, PairBlock):
                     block.stack.scatter_(block.retract(u), copies)
                 else:
-                    block.move_(copies, u)
+                    block.retract_(copies, u)
         return copies
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

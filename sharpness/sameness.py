@@ -99,11 +99,11 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
+    >>> from quotient_manifolds.symmetries import move_
     >>> layer = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
     >>> one = LoadedModel(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 3, 8))
     >>> other = copy.deepcopy(one)
-    >>> _ = apply_random_symmetry_(other.model)
+    >>> _ = move_(other.model)
     >>> judge(one, other).verdict.value
     'one function'
     """

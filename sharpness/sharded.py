@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite, in_double
 from quotient_manifolds.optim.sharded import exchange
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries
-from quotient_manifolds.symmetries.whole import State, canonical_form
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, canonical_form
+from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import is_sharded, reshard, weights_of
 
 from .building import build_blocks, stacks_of, vector_lengths

@@ -12,9 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, apply_random_symmetry_, find
+from quotient_manifolds.symmetries import (
+    CanonicalForm,
+    PairStack,
+    SymmetricPair,
+    Symmetries,
+    canonical_form,
+    find,
+    move_,
+)
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
-from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 from quotient_manifolds.weights import is_narrow, pointing_to, weights_of
 
 from .ascent import norm
@@ -123,7 +130,7 @@ class WeightSpace:
 
     >>> import torch
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
+    >>> from quotient_manifolds.symmetries import move_
     >>> from sharpness import MEASURES
     >>> _ = torch.manual_seed(0)
     >>> model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(4, 3, 8)
@@ -131,7 +138,7 @@ class WeightSpace:
     ...     space = WeightSpace(model, MEASURES["geodesic-inv"])
     ...     with space.attached():
     ...         return float(space.gradient((model(x) - x).square().mean()).norm())
-    >>> before, _ = slope(), apply_random_symmetry_(model)
+    >>> before, _ = slope(), move_(model)
     >>> abs(slope() / before - 1) < 1e-3
     True
     """
@@ -273,11 +280,11 @@ class WeightSpace:
         self._at = xi
         with torch.autocast(self.device.type, enabled=False):
             for block, c in self.each(xi):
-                block.move_(self.copies, c)
+                block.retract_(self.copies, c)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
-        apply_random_symmetry_(self._home, pairs=[pair])
+        move_(self._home, Symmetries((pair,)))
 
     def differentiate(self, losses: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return the gradient of the sum of losses with respect to the weights that get one, by name."""

@@ -5,7 +5,7 @@ import dataclasses
 
 import torch
 
-from quotient_manifolds.symmetries import apply_random_symmetry_, find
+from quotient_manifolds.symmetries import find, move_
 
 from . import networks
 
@@ -138,7 +138,7 @@ def gpt2_and_batch():
 def change(model, run, condition=10.0):
     """Relative change of the outputs when every pair moves along its orbit."""
     twin = copy.deepcopy(model)
-    assert apply_random_symmetry_(twin, condition, seed=1) == len(find(model).of_full_rank().pairs)
+    assert sum(move_(twin, condition=condition, seed=1).values()) == len(find(model).of_full_rank().pairs)
     with torch.no_grad():
         before, after = run(model), run(twin)
     moved = max((p - q).abs().max() for p, q in zip(model.parameters(), twin.parameters(), strict=True))

@@ -603,7 +603,7 @@ def calls(rng, world):
                                  "measure": "geodesic-inv", "refresh": 2, "symmetries": found}),
         (symmetries.find, {"model": model, "batch": batch}),
         (symmetries.verify, {"model": model, "batch": batch, "seed": 0, "symmetries": found}),
-        (symmetries.apply_random_symmetry_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
+        (symmetries.move_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
         (symmetries.slot, {"module": one, "name": "weight", "rows": slice(None), "columns": slice(None),
                            "transpose": False}),
         (symmetries.GL, {"h": 2, "diagonal": False}),
@@ -617,7 +617,7 @@ def calls(rng, world):
                         "device": "cpu"}),
         (read_table, {"path": "dev.tsv", "header": True}),
         (study.read_config, {"path": "sweep.json"}),
-        (study.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
+        (study.read_results, {"path": "done"}), (symmetries.canonicalize_, {"model": model, "symmetries": found}),
         (study.compare, {"rows": study.read_results("done"), "target": "gap", "given": ("train_loss",)}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"],
                                  "symmetries": None}),
@@ -664,7 +664,7 @@ def calls(rng, world):
         before = copy.deepcopy(model.state_dict())
         found = function(**given, **({"progress": False} if function is sharpness.evaluate else {}))
         after = model.state_dict()
-        assert function is symmetries.apply_random_symmetry_ or all(
+        assert function is symmetries.move_ or all(
             before[k].isnan().any() or torch.equal(v, before[k]) for k, v in after.items()
         ), "the model's weights changed"
         if isinstance(found, torch.optim.Optimizer):

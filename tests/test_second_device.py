@@ -9,19 +9,22 @@ import torch
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient, canonical_gauge, frechet_mean
 from quotient_manifolds.optim import (
-    canonicalize_lora_,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
 from quotient_manifolds.symmetries import (
-    apply_random_symmetry_,
+    ALL,
+    adapter_pairs,
+    canonicalize_,
     find,
     manifold_parameters_,
     model_distance,
+    move_,
     plain_parameters_,
     verify,
 )
-from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_, independence_test, verify_whole
+from quotient_manifolds.symmetries.discovery import PAIRS
+from quotient_manifolds.symmetries.whole import independence_test
 from reproduction import baselines
 from sharpness import models, plots
 
@@ -117,8 +120,7 @@ def distances(device):
 
 def turned(device):
     model, [(x, _)] = picture_model(device)
-    assert apply_random_symmetry_(model) > 0
-    assert apply_random_moves_(model)
+    assert move_(model, find(model, kinds=ALL))
     canonicalize_(model)
     moved = next(iter(model.parameters()))
     assert moved.device.type == torch.device(device).type
@@ -128,7 +130,7 @@ def turned(device):
 def verified(device):
     model, [(x, _)] = picture_model(device)
     batch = {"pixel_values": x.to(device)}
-    found, whole = verify(model, batch), verify_whole(model, batch)
+    found, whole = (verify(model, batch, find(model, kinds=kinds)) for kinds in (PAIRS, ALL))
     assert found.ok
     assert whole.ok
     assert max(found.changes.values()) < 1e-9
@@ -174,7 +176,7 @@ def adapters(device):
     model, [batch] = made(
         lambda: adapted(networks.bert(**SMALL), ["query", "value"]).to(torch.get_default_dtype()), networks.text
     )
-    canonicalize_lora_(model.to(device))
+    canonicalize_(model.to(device), adapter_pairs(model))
     optimiser = create_quotient_lora_optimizer(model, lr=1e-2)
     batch = {k: v.to(device) for k, v in batch.items()}
     for _ in range(2):
@@ -268,9 +270,9 @@ def heads_as_points(device):
 def examined(device):
     """Attention of unknown classes."""
     model, [(x, _)] = made(lambda: networks.shake(Unknown()), lambda: (numbers(0, 2, 5, 4), None))
-    found = find(model.to(device), x.to(device)).pairs
-    assert [str(p.group) for p in found] == ["GL(4)", "GL(4)"], found
-    return [float(apply_random_symmetry_(model, pairs=found))]
+    found = find(model.to(device), x.to(device))
+    assert [str(p.group) for p in found.pairs] == ["GL(4)", "GL(4)"], found
+    return [float(sum(move_(model, found).values()))]
 
 
 def sharpness_aware(device):
@@ -364,7 +366,7 @@ def test_results_are_those_of_the_cpu(tmp_path):
 
 
 def test_results_are_those_of_the_cpu_where_another_device_is_the_default(tmp_path):
-    """torch.set_default_device made verify and apply_random_symmetry_ ask a generator of the CPU for its numbers."""
+    """torch.set_default_device made verify and move_ ask a generator of the CPU for its numbers."""
     ended_well(together(1, same_numbers, BY_DEFAULT, True, folder=tmp_path))
 
 

@@ -14,8 +14,8 @@ from quotient_manifolds.optim import (
 )
 from quotient_manifolds.symmetries import (
     adapter_pairs,
-    apply_random_symmetry_,
     find,
+    move_,
 )
 from quotient_manifolds.weights import weights_of
 
@@ -53,7 +53,7 @@ def moved(model, condition=100.0):
     """The same function with other factors."""
     model = copy.deepcopy(model)
     if all(bool(p.any()) for p in products(model)):
-        apply_random_symmetry_(model, condition, seed=3)
+        move_(model, condition=condition, seed=3)
         return model
     generator = torch.Generator().manual_seed(3)
     for p in adapter_pairs(model).pairs:  # the zero factor stays zero

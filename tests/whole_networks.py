@@ -2,14 +2,15 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from quotient_manifolds.passes import Wide
-from quotient_manifolds.symmetries import ALL, find
-from quotient_manifolds.symmetries.whole import Element, Move, canonical_form
+from quotient_manifolds.symmetries import ALL, canonical_form, find
+from quotient_manifolds.symmetries.whole import Element, Move
 from quotient_manifolds.symmetries.whole.align import _Form
 from quotient_manifolds.symmetries.whole.fits import permutation
 from quotient_manifolds.weights import weights_of
@@ -241,6 +242,19 @@ def symmetries_of(model, **options):
 def folded(model, **options):
     """The canonical form of a network."""
     return canonical_form(weights_of(model), symmetries_of(model, **options))
+
+
+def outside(model, **options):
+    """The symmetries outside pairs."""
+    return replace(symmetries_of(model, **options), pairs=())
+
+
+def by_kind(values):
+    """The largest value of every kind of symmetry; NaN counts as the largest."""
+    found = {}
+    for s, value in values.items():
+        found[s.kind] = value if not value <= found.get(s.kind, 0.0) else found[s.kind]
+    return found
 
 
 def count(model, **options):

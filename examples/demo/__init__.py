@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries import apply_random_symmetry_
-from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_
+from quotient_manifolds.symmetries import ALL, canonicalize_, find, move_
 from sharpness.errors import require_extra
 from sharpness.evaluation import evaluate, progress_bar
 from sharpness.files import check_file, write_json
@@ -43,9 +42,9 @@ def moved(model: nn.Module, kind: str, *, seed: int = 0) -> nn.Module:
     """Copy a model, in canonical form, and move it along one kind of symmetry."""
     twin = copy.deepcopy(model)
     if kind == "heads":
-        apply_random_symmetry_(twin, 30.0, seed)
+        move_(twin, seed=seed, condition=30.0)
     else:
-        apply_random_moves_(twin, MOVES[kind][0], seed + 1, classes=True, kinds=[kind])
+        move_(twin, find(twin, kinds=ALL, classes=True), seed=seed + 1, scale=MOVES[kind][0], kinds=[kind])
     return twin
 
 

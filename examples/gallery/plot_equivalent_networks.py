@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries import move_
 from sharpness.demo import digits, train, vision_transformer
 
 # %%
@@ -42,7 +42,7 @@ original = measured(model)
 relative = {measure: [] for measure in radii}
 for condition in conditions:
     twin = copy.deepcopy(model)
-    apply_random_symmetry_(twin, condition)
+    move_(twin, condition=condition)
     with torch.no_grad():
         change = (model(test_images).logits - twin(test_images).logits).abs().max()
     found = measured(twin)

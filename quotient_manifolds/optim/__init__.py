@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..symmetries.found import Symmetries
-from ..symmetries.lora import adapter_of, adapter_pairs, canonicalize_lora_, is_lora
+from ..symmetries.lora import adapter_of, adapter_pairs, is_lora
 from ..symmetries.pairs import SymmetricPair, check_pairs
 from ..weights import naming, weights_of
 from .base import QuotientOptimizer
@@ -21,7 +21,6 @@ __all__ = [
     "QuotientAdam",
     "QuotientMuon",
     "QuotientSGD",
-    "canonicalize_lora_",
     "create_quotient_lora_optimizer",
     "create_quotient_optimizer",
 ]

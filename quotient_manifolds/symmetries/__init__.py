@@ -13,8 +13,10 @@ from .stacks import PairStack, stacks
 
 if TYPE_CHECKING:
     from .attention import Heads, Projection, attention_pairs
-    from .discovery import ALL, apply_random_symmetry_, find, verify
-    from .exchange import from_json, moved_weights, to_json
+    from .canonical import CanonicalForm, canonical_form
+    from .discovery import ALL, find
+    from .exchange import from_json, to_json
+    from .moves import canonicalize_, move_, moved_weights, verify
     from .parameters import manifold_parameters_, plain_parameters_
     from .registry import UnknownAttentionError, check_coverage, register_attention, skip
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL",
     "GL",
+    "CanonicalForm",
     "Cause",
     "Certificate",
     "Heads",
@@ -36,8 +39,9 @@ __all__ = [
     "Symmetries",
     "UnknownAttentionError",
     "adapter_pairs",
-    "apply_random_symmetry_",
     "attention_pairs",
+    "canonical_form",
+    "canonicalize_",
     "certify",
     "check_coverage",
     "default_forward",
@@ -47,6 +51,7 @@ __all__ = [
     "lora_pairs_by_name",
     "manifold_parameters_",
     "model_distance",
+    "move_",
     "moved_weights",
     "pair",
     "plain_parameters_",
@@ -61,7 +66,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what only some programs use: optimisers of adapters do without the classes of attention."""
-    files = (".attention", ".registry", ".discovery", ".parameters", ".exchange", "..compare")
+    files = (".attention", ".registry", ".discovery", ".parameters", ".exchange", ".canonical", ".moves", "..compare")
     for file in files if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):

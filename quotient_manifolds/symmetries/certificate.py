@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double, standard_normal
 from ..passes import Run
 from .pairs import Cause, SymmetricPair
@@ -85,20 +84,21 @@ class NotASymmetryError(ValueError):
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""What a gradient, and finite moves, say about pairs, or about the kinds of symmetries of a whole network.
+    r"""What a gradient, and finite moves, say about symmetries.
 
     Attributes
     ----------
-    residuals : dict of SymmetricPair or str to float
-        :math:`\|CΩ\|_F / \|G^H \nabla_G Ω\|_F` with eight random columns Ω, which is 0 up to rounding for a symmetry.
-        The pairs in ``unreached`` are left out.
-    unreached : tuple of SymmetricPair
-        The pairs whose gradient is exactly zero (frozen, zero, or not reached by the batch); they are not certified.
+    residuals : dict of SymmetricPair or Action to float
+        Of pairs :math:`\|CΩ\|_F / \|G^H \nabla_G Ω\|_F` with eight random columns Ω; of others the derivative along
+        the symmetry, relative to the lengths of gradient and move. Both are 0 up to rounding for a symmetry. What is
+        in ``unreached`` is left out.
+    unreached : tuple of SymmetricPair or Action
+        What has a gradient that is exactly zero (frozen, zero, or not reached by the batch) is not certified.
     tolerance : float
         Residuals up to this count as rounding.
-    changes : dict of SymmetricPair or str to float
-        The largest change of an output when a pair, or all of a kind, move, relative to the largest output. Empty if
-        nothing was moved.
+    changes : dict of SymmetricPair or Action to float
+        The largest change of an output when a symmetry, and those of its kind that were moved with it, move, relative
+        to the largest output. Empty if nothing was moved.
     changes_tolerance : float
         Changes up to this count as rounding.
 
@@ -110,33 +110,33 @@ class Certificate:
     >>> layer(torch.randn(2, 3, 8)).square()[..., 0].sum().backward()
     >>> weights = dict(layer.named_parameters())
     >>> print(certify(stacks(find(layer).pairs, weights), weights, {name: p.grad for name, p in weights.items()}))
-    4 pairs certified, largest residual ... (rounding is up to 1e-01)
+    4 symmetries certified, largest residual ... (rounding is up to 1e-01)
     """
 
     residuals: dict[Any, float]
-    unreached: tuple[SymmetricPair, ...]
+    unreached: tuple[Any, ...]
     tolerance: float
     changes: dict[Any, float] = field(default_factory=dict)
     changes_tolerance: float = 1e-9
 
     def _beyond_rounding(self) -> tuple[list[Any], list[Any]]:
-        """List the pairs that their residuals refuse, and those that their moves do."""
+        """List what residuals refuse, and what moves do."""
         parts = ((self.residuals, self.tolerance), (self.changes, self.changes_tolerance))
         by_gradient, by_moves = ([p for p, v in values.items() if not v <= bound] for values, bound in parts)
         return by_gradient, by_moves
 
     @property
     def failures(self) -> tuple[Any, ...]:
-        """The pairs, or kinds, that are not symmetries."""
+        """What is no symmetry."""
         return tuple(dict.fromkeys(itertools.chain(*self._beyond_rounding())))
 
     @property
     def ok(self) -> bool:
-        """Whether every pair is a symmetry."""
+        """Whether all of them are symmetries."""
         return not self.failures
 
     def check(self) -> None:
-        """Raise a NotASymmetryError that names the worst pair by its gradient."""
+        """Raise a NotASymmetryError that names the worst by its gradient."""
         by_gradient, _ = self._beyond_rounding()
         if by_gradient:
             worst = max(by_gradient, key=lambda p: self.residuals[p])
@@ -145,15 +145,14 @@ class Certificate:
     def __str__(self) -> str:
         by_gradient, by_moves = self._beyond_rounding()
         worst, sound = max(self.residuals.values(), default=0.0), len(self.residuals) - len(by_gradient)
-        of = "kinds" if any(isinstance(p, str) for p in self.changes) else "pairs"
-        lines = [f"{sound} {of} certified, largest residual {worst:.1e} (rounding is up to {self.tolerance:.0e})"]
+        lines = [f"{sound} symmetries certified, largest residual {worst:.1e} (rounding is up to {self.tolerance:.0e})"]
         wrong = [(p, f"residual {self.residuals[p]:.1e}") for p in by_gradient]
-        lines += [f"{Cause.UNCERTIFIED.value}: {p.name}" for p in self.unreached]
+        lines += [f"{Cause.UNCERTIFIED.value}: {p.label}" for p in self.unreached]
         if self.changes:
-            what = f"{len(self.changes)} {of} moved, largest relative change of an output"
+            what = f"{len(self.changes)} symmetries moved, largest relative change of an output"
             lines.append(f"{what} {max(self.changes.values()):.1e} (rounding is up to {self.changes_tolerance:.0e})")
         wrong += [(p, f"moves change the outputs by {self.changes[p]:.1e}") for p in by_moves]
-        lines += [f"NOT A SYMMETRY: {getattr(p, 'name', p)}: {how}" for p, how in wrong]
+        lines += [f"NOT A SYMMETRY: {p.label}: {how}" for p, how in wrong]
         return "\n".join(lines)
 
 
@@ -263,20 +262,15 @@ def move_stacks_(found: Iterable[PairStack], weights: Mapping[str, Tensor], cond
     """Move pairs from their balanced representatives along their orbits, by random elements of the groups."""
     generator = torch.Generator().manual_seed(operator.index(seed))
     for s in found:
-        x = in_double(s.gather(weights))
-        A = random_elements(x, condition, generator)
-        A = A.abs() if s.group.positive else A
-        manifold = s.manifold()
-        gauge = canonical_gauge(*manifold.unpack_tensor(x))
-        # A head without full rank has no balanced representative of the same orbit, and neither has one with fixed
-        # signs.
-        full = gauge.present()[..., -1] & (not s.group.positive)
-        balanced = torch.where(full[..., None, None], gauge.x, x)
-        if x.shape[-1] == 1 and not (x.is_complex() or s.group.positive):
-            # Real numbers: one of every pair changes its sign, which a balanced representative may have done already.
-            same = (A * (balanced * x).sum(-2, keepdim=True)).flatten(1).gt(0).all(1)
+        balanced, _ = s.canonical(in_double(s.gather(weights)))
+        A = random_elements(balanced, condition, generator)
+        if s.group.positive:
+            A = A.abs()
+        elif balanced.shape[-1] == 1 and not balanced.is_complex():
+            # Real numbers: one of every pair changes its sign, which a canonical representative may have done already.
+            same = (A * (balanced * s.gather(weights)).sum(-2, keepdim=True)).flatten(1).gt(0).all(1)
             A = torch.where(same.reshape(-1, *[1] * (A.dim() - 1)), -A, A)
-        s.scatter_(manifold.act(balanced, A), weights)
+        s.scatter_(s.manifold().act(balanced, A), weights)
 
 
 @contextmanager

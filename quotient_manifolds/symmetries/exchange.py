@@ -1,24 +1,16 @@
-"""Symmetries as JSON, and acting with them on a state dict: for programs that cannot build the model."""
+"""Symmetries as JSON: for programs that cannot build the model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..linalg import in_double, standard_normal
 from . import kinds, wiring
-from .certificate import move_stacks_
 from .found import Symmetries
 from .pairs import Cause, Refusal, SymmetricPair
 from .slots import GL, Slot
-from .stacks import stacks
-from .whole.canonical import canonical_form
-from .wiring import State, Wiring
+from .wiring import Wiring
 
 #: The version of the format. It rises when a reader of an older one would read something else than was meant.
 SCHEMA = 1
@@ -117,72 +109,3 @@ def _decoded(data: Any) -> Any:
         empty = Wiring()
         given = {name: type(getattr(empty, name))(v) for name, v in given.items()}
     return _CLASSES[data["type"]](**given)
-
-
-@torch.no_grad()
-def moved_weights(
-    weights: Mapping[str, Tensor], symmetries: Symmetries, *, seed: int = 0, condition: float = 10.0, scale: float = 0.3
-) -> dict[str, Tensor]:
-    """Move a state dict by a random element of every symmetry, without the model: its function stays the same.
-
-    Parameters
-    ----------
-    weights : mapping of str to Tensor
-        With the names of the model's state dict. Of tied weights one name is enough; all that are there are written.
-    symmetries : Symmetries
-        Those of the model.
-    seed : int
-        Seed of the elements.
-    condition : float
-        Condition number of the elements of GL(h).
-    scale : float
-        Standard deviation of the moves outside pairs, which start at the canonical form.
-
-    Returns
-    -------
-    dict of str to Tensor
-        New tensors for those that move, in the dtypes of the old ones; the others as they are.
-
-    Raises
-    ------
-    ValueError
-        A weight is missing, or has another shape.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import ALL, find, moved_weights
-    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    >>> encoder, x = torch.nn.TransformerEncoder(layer, 2), torch.ones(1, 3, 8)
-    >>> before = encoder(x)
-    >>> encoder.load_state_dict(moved_weights(encoder.state_dict(), find(encoder, kinds=ALL)))
-    <All keys matched successfully>
-    >>> torch.allclose(encoder(x), before, atol=1e-4)
-    True
-    """
-    symmetries = symmetries.of_full_rank()
-    own = _by_first_names(weights, symmetries)
-    generator = torch.Generator().manual_seed(seed)
-    state = State(own)
-    state.update((name, in_double(v)) for name, v in canonical_form(own, symmetries, state=State(own)).values.items())
-    for a in reversed(symmetries.actions):
-        a.act_(state, scale * standard_normal(tuple(a.shape), state.of(a.names[0]), generator))
-    in_pairs = dict.fromkeys(name for p in symmetries.pairs for name in p.names)
-    values = dict(state) | {name: state.of(name).clone() for name in in_pairs}
-    for stack in stacks(symmetries.pairs, values):
-        move_stacks_([stack], values, condition, seed)
-    found = {name: values[name].to(own[name]) for name in values}
-    others = {other: found[name] for other, name in symmetries.tied if name in found and other in weights}
-    return {**weights, **{name: v for name, v in found.items() if name in weights}, **others}
-
-
-def _by_first_names(weights: Mapping[str, Tensor], symmetries: Symmetries) -> dict[str, Tensor]:
-    """Give tied weights their first name, and raise if one is missing that moves."""
-    own = {name: weights[other] for other, name in symmetries.tied if other in weights} | dict(weights)
-    needed = [name for p in symmetries.pairs for name in p.names] + [n for a in symmetries.actions for n in a.names]
-    if lost := next((name for name in needed if name not in own), None):
-        raise ValueError(
-            f"there is no weight {lost!r} in the file; its names must be those of the model's state dict, which "
-            "transformers changes in some models when it saves: save model.state_dict() instead"
-        )
-    return own

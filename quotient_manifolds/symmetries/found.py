@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,11 @@ class Symmetries:
     wiring: Wiring | None = field(default=None, repr=False)
     tied: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
+    def __iter__(self) -> Iterator[SymmetricPair | Action]:
+        """Iterate over pairs, then all other symmetries in the order of folding."""
+        yield from self.pairs
+        yield from self.actions
+
     @classmethod
     def of_claims(cls, claims: Iterable[Claim]) -> Symmetries:
         """Sort pairs and refusals."""
@@ -72,10 +77,8 @@ class Symmetries:
     def dimensions(self) -> dict[str, int]:
         """The dimension of every kind of symmetry."""
         found: Counter[str] = Counter()
-        for p in self.pairs:
-            found[p.kind] += p.dimension
-        for a in self.actions:
-            found[a.kind] += a.dimension
+        for s in self:
+            found[s.kind] += s.dimension
         return dict(found)
 
     @property
@@ -174,6 +177,13 @@ def check_symmetries(symmetries: object) -> None:
     """Raise for anything but symmetries."""
     if not isinstance(symmetries, Symmetries):
         raise TypeError(f"symmetries must be as find(model) returns them, got {type(symmetries).__name__}")
+
+
+def check_names(symmetries: Symmetries, weights: Collection[str], model: str) -> None:
+    """Raise for symmetries with weights that a model has not."""
+    for s in symmetries:
+        if lost := next((name for name in s.names if name not in weights), None):
+            raise ValueError(f"the symmetry {s.label!r} belongs to another model: {model} has no weight {lost!r}")
 
 
 def _holds(module: str, names: Iterable[str]) -> bool:

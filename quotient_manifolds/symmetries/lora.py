@@ -7,12 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..gauge import canonical_gauge
-from ..linalg import in_double
-from ..weights import check_model, check_whole, plain_names, weights_of
+from ..weights import check_model, plain_names
 from .found import Symmetries
 from .pairs import Cause, Claim, Refusal, SymmetricPair
 from .placing import placing, settled
@@ -243,50 +240,3 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> Symme
     wanted = [name for name in known if names is None or name in names]
     placed, layers = placing(model), [(path, m) for path, m in model.named_modules() if is_lora(m)]
     return Symmetries.of_claims(settled([p for path, m in layers for p in placed(lora_pairs(m, wanted), path)], model))
-
-
-@torch.no_grad()
-def canonicalize_lora_(model: nn.Module) -> list[str]:
-    r"""Bring every LoRA pair into canonical gauge, :math:`B^T B = A A^T` = diag(σ), without changing the function.
-
-    Parameters
-    ----------
-    model : nn.Module
-        With adapters of peft, active or not, trainable or frozen; changed in place. Its function stays the same up to
-        rounding.
-
-    Returns
-    -------
-    list of str
-        Names of the pairs that were balanced. A pair whose product lacks full rank, as at B = 0, has no canonical
-        representative from which training could continue; it is left unchanged, and so is one on the meta device.
-
-    Notes
-    -----
-    The state of an optimiser refers to the old factors, so call this before or after training. It is computed in
-    float64; see :class:`quotient_manifolds.Gauge`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from peft import LoraConfig, get_peft_model
-    >>> from quotient_manifolds.optim import canonicalize_lora_
-    >>> config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
-    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
-    >>> canonicalize_lora_(model)
-    ['base_model.model.0 lora default']
-    >>> A, B = model.base_model.model[0].lora_A.default.weight, model.base_model.model[0].lora_B.default.weight
-    >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
-    True
-    """
-    check_whole(model)
-    done, weights = [], weights_of(model)
-    for pair in adapter_pairs(model).pairs:
-        if pair.thin or any(weights[name].is_meta for name in pair.names):
-            continue
-        x = in_double(pair.gather(weights).detach())
-        gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
-        if bool(gauge.present().all()):
-            pair.scatter_(gauge.x, weights)
-            done.append(pair.name)
-    return done

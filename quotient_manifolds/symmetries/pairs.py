@@ -132,6 +132,11 @@ class SymmetricPair:
         return name_of(self.module, self.kind, self.head, self.part)
 
     @property
+    def label(self) -> str:
+        """Its name, as actions have one."""
+        return self.name
+
+    @property
     def slots(self) -> tuple[Slot, ...]:
         """The slots of both factors."""
         return self.G + self.H

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..gauge import canonical_gauge
 from ..weights import is_sharded
 from .pairs import Cause, Claim, SymmetricPair, check_pairs, refused
 from .slots import GL, Slot, SlotStack, masks, weight_of
@@ -84,6 +85,17 @@ class PairStack:
         + m, h), or (pairs, h, n + m, 1) for a diagonal group; complex if the group's field is.
         """
         return self.group.to_point(self.rows.gather(weights, like))
+
+    def canonical(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the canonical representative of every pair of a point, and whether it has one.
+
+        A pair whose factors lack full rank has none, and stays. Positive numbers change no sign.
+        """
+        G, H = self.manifold().unpack_tensor(x)
+        gauge = canonical_gauge(G, H)
+        unit = (gauge.G * G).sum(-2, keepdim=True).sign() if self.group.positive else 1
+        full = gauge.present()[..., -1]
+        return torch.where(full[..., None, None], gauge.x * unit, x), full
 
     def scatter_(self, x: Tensor, weights: Mapping[str, Tensor]) -> None:
         """Write a point of :meth:`gather`'s shape into weights, rounded to their dtype."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from quotient_manifolds.symmetries.whole import verify_whole
+from quotient_manifolds.symmetries import ALL, find, verify
 from reproduction.nullity import nullity
 from reproduction.vision import SmallViT, scratch_vit, vit_cifar10
 from tests import networks
@@ -39,6 +39,7 @@ def test_the_symmetries_of_the_networks_of_the_study(norm_first):
 @pytest.mark.parametrize("build", [scratch_vit, vit_cifar10])
 def test_moves_of_a_whole_network_change_nothing(build):
     torch.set_default_dtype(torch.float32)
-    found = verify_whole(build(), torch.randn(2, 3, 32, 32), classes=True)
+    model = build()
+    found = verify(model, torch.randn(2, 3, 32, 32), find(model, kinds=ALL, classes=True))
     assert found.ok, found
-    assert {"relu", "shift", "classes"} <= set(found.changes)
+    assert {"relu", "shift", "classes"} <= {s.kind for s in found.changes}

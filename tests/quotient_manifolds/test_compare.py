@@ -9,8 +9,7 @@ from torch import nn
 
 from quotient_manifolds import GLQuotientMix
 from quotient_manifolds.compare import _path
-from quotient_manifolds.symmetries import apply_random_symmetry_, find, model_distance
-from quotient_manifolds.symmetries.whole import apply_random_moves_
+from quotient_manifolds.symmetries import ALL, find, model_distance, move_
 from quotient_manifolds.weights import weights_of
 from tests import networks
 from tests.whole_networks import build, random_element
@@ -33,7 +32,7 @@ def test_distances_are_those_of_the_manifold_and_do_not_see_the_symmetry():
         expected = next(p for p, _ in both if p.kind == kind).manifold("inv").dist(*points).tolist()
         assert [d.distance for d in found.pairs if d.kind == kind] == pytest.approx(expected, rel=1e-7)
     moved = copy.deepcopy(other)
-    apply_random_symmetry_(moved)
+    move_(moved)
     assert model_distance(one, moved).total == pytest.approx(found.total, rel=1e-6)
     plain = [torch.nn.utils.parameters_to_vector(m.parameters()) for m in (other, moved)]
     assert (plain[0] - plain[1]).norm() > 0.1
@@ -43,8 +42,7 @@ def test_all_symmetries_are_divided_out():
     torch.manual_seed(0)
     one = build("llama")
     copied = random_element(one, seed=1).of(one)
-    apply_random_moves_(copied)
-    apply_random_symmetry_(copied)
+    move_(copied, find(copied, kinds=ALL))
     assert model_distance(one, copied).total > 1
     assert model_distance(one, copied, modulo="all").total < 1e-8
     other = build("llama", seed=2)

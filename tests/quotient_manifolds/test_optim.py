@@ -24,7 +24,6 @@ from quotient_manifolds.optim import (
     QuotientMuon,
     QuotientSGD,
     base,
-    canonicalize_lora_,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
     stack,
@@ -37,6 +36,7 @@ from quotient_manifolds.symmetries import (
     Cause,
     Refusal,
     adapter_pairs,
+    canonicalize_,
     factor_pair,
     find,
     pair,
@@ -890,7 +890,7 @@ def test_groups_and_pairs_given_twice():
     assert len(optimizer.state_dict()["pairs"]) == len(pairs) + 1
     assert create_quotient_lora_optimizer(model, lr=1e-3, adapter_names="default") is not None
     wide = lora(r=11)  # more columns than the second layer has outputs
-    assert canonicalize_lora_(wide) == [p.name for p in find(wide).pairs if p.n >= 11]
+    assert canonicalize_(wide, found := adapter_pairs(wide)).pairs == tuple(p for p in found.pairs if p.n >= 11)
 
 
 def test_half_a_gradient_is_an_error():

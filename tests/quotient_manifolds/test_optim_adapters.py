@@ -16,7 +16,6 @@ import sharpness
 from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientMuon,
-    canonicalize_lora_,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
@@ -24,10 +23,11 @@ from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import (
     Cause,
     adapter_pairs,
-    apply_random_symmetry_,
+    canonicalize_,
     find,
     lora_pairs_by_name,
     model_distance,
+    move_,
     verify,
 )
 from quotient_manifolds.symmetries.certificate import Certification
@@ -405,7 +405,7 @@ def test_the_sharpness_of_experts_does_not_depend_on_their_factors():
 def test_experts_are_balanced_and_compared():
     model, ids = moved(of_mixtral()), torch.randint(61, (3, 9))
     before, other = model(input_ids=ids).logits, copy.deepcopy(model)
-    assert len(canonicalize_lora_(model)) == 8
+    assert len(canonicalize_(model, adapter_pairs(model)).pairs) == 8
     assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-10)
     found = model_distance(model, other)
     assert len(found.pairs) == 8
@@ -469,7 +469,7 @@ def test_adapters_that_are_not_pefts_train_alike(kind, layers):
     pairs = lora_pairs_by_name(one).pairs
     assert [(p.name, p.n, p.m, p.group.h, p.scale) for p in pairs] == [("0", 12, 12, 4, 1.5), ("2", 9, 12, 2, 3.0)]
     assert [p.scale for p in lora_pairs_by_name(one, scale=0.5).pairs] == [0.5, 0.5]
-    apply_random_symmetry_(two, 100.0, pairs=lora_pairs_by_name(two).pairs)
+    move_(two, lora_pairs_by_name(two), condition=100.0)
     assert torch.allclose(one(X), two(X), atol=1e-10)
     for model in (one, two):
         optimizer = create_quotient_optimizer(model, lr=1e-2, optimizer=kind, symmetries=lora_pairs_by_name(model))
@@ -921,8 +921,7 @@ def test_wrapped_models_are_walked_too(wrap, kind):
 def test_balancing_keeps_the_function_and_evens_the_factors():
     model = moved(lora())
     before = model(X)
-    names = canonicalize_lora_(model)
-    assert len(names) == 2
+    assert len(canonicalize_(model, adapter_pairs(model)).pairs) == 2
     assert torch.allclose(model(X), before, atol=1e-10)
     for p in adapter_pairs(model).pairs:
         G, H = point(p, model).split([p.n, p.m])
@@ -934,12 +933,14 @@ def test_balancing_keeps_the_function_and_evens_the_factors():
 def test_balancing_leaves_a_fresh_adapter_alone():
     model = lora(full_rank=False)
     before = copy.deepcopy(model.state_dict())
-    assert canonicalize_lora_(model) == []
+    found = canonicalize_(model, adapter_pairs(model))
+    assert not found.pairs
+    assert {r.cause for r in found.refused} == {Cause.DEFICIENT}
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_adapters_loaded_for_inference_are_balanced():
     model, frozen = moved(lora()), moved(lora())
     frozen.requires_grad_(False)  # as PEFT loads them
-    assert canonicalize_lora_(frozen) == canonicalize_lora_(model)
+    assert canonicalize_(frozen, adapter_pairs(frozen)) == canonicalize_(model, adapter_pairs(model))
     assert all(torch.equal(v, frozen.state_dict()[k]) for k, v in model.state_dict().items())

@@ -20,9 +20,9 @@ from quotient_manifolds.optim.metric import StepMetric, inverse_root, trace
 from quotient_manifolds.symmetries import (
     GL,
     adapter_pairs,
-    apply_random_symmetry_,
     factor_pair,
     find,
+    move_,
     pair,
     slot,
 )
@@ -188,7 +188,7 @@ def test_attention_trains_alike_from_equivalent_weights(make, kind):
     torch.manual_seed(0)
     one = shake(make())
     two = copy.deepcopy(one)
-    apply_random_symmetry_(two, 10.0, seed=2)
+    move_(two, condition=10.0, seed=2)
     if make is vit:
         batch = torch.randn(6, 1, 8, 8)
     elif make is bert:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries import move_
 from tests import networks
 from tests.snapshots import MODELS
 from tests.sweeps import MODULE
@@ -21,7 +21,7 @@ def trained():
     batch = networks.images()
     model = networks.train(networks.vit(layers=1), batch)
     twin = copy.deepcopy(model)
-    apply_random_symmetry_(twin, 30.0, seed=1)
+    move_(twin, condition=30.0, seed=1)
     return model, twin, batch
 
 
@@ -41,7 +41,7 @@ def trained_small():
     batch = networks.tokens(width=4)
     model = networks.train(networks.shake(networks.TinyAttention(), 0.5), batch, steps=10)
     twin = copy.deepcopy(model)
-    apply_random_symmetry_(twin, 30.0, seed=1)
+    move_(twin, condition=30.0, seed=1)
     return model, twin, batch
 
 

@@ -15,14 +15,13 @@ from quotient_manifolds.symmetries import (
     Slot,
     SymmetricPair,
     Symmetries,
-    apply_random_symmetry_,
     find,
+    move_,
     pair,
     registry,
     slot,
 )
 from quotient_manifolds.symmetries.discovery import ALL
-from quotient_manifolds.symmetries.whole import apply_random_moves_
 from quotient_manifolds.weights import weights_of
 from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
@@ -44,11 +43,10 @@ def unmoved(family, measure):
 
 def moved(family, kinds=None):
     model = build(family)
-    if kinds != ["heads"]:
-        apply_random_moves_(model, classes=True, kinds=kinds)
-    if kinds is None or kinds == ["heads"]:
-        apply_random_symmetry_(model)
-        apply_random_symmetry_(model, pairs=find(model, kinds=("neurons",)).pairs)
+    found = find(model, kinds=ALL, classes=True)
+    if kinds == ["heads"]:
+        kinds = {p.kind for p in found.pairs}
+    move_(model, found, kinds=kinds)
     return model
 
 
@@ -333,7 +331,7 @@ def value(model, batch, measure="complete-inv", **options):
 
 def moved_copy(model):
     twin = copy.deepcopy(model)
-    assert apply_random_symmetry_(twin, 30.0, seed=3) > 0
+    assert move_(twin, condition=30.0, seed=3)
     return twin
 
 
@@ -423,7 +421,7 @@ def test_lengths_at_a_users_own_pairs(positive):
     x = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     pairs = tuple(own_pairs(GL(4, diagonal=True, positive=positive)))
     before, weights, out = vector_lengths(experts, Symmetries(pairs)), copy.deepcopy(experts), experts(x)
-    apply_random_symmetry_(experts, 30.0, pairs=pairs)
+    move_(experts, Symmetries(pairs), condition=30.0)
     torch.testing.assert_close(experts(x), out)
     after = vector_lengths(experts, Symmetries(pairs))
     for (name, p), old in zip(experts.named_parameters(), weights.parameters(), strict=True):
@@ -482,8 +480,7 @@ def test_symmetries_that_frozen_weights_break_are_remarked(what):
 def test_no_move_of_a_wired_network_changes_the_measure(family, name):
     model, batch = headed(family, name)
     twin, softmax = copy.deepcopy(model), "labels" in batch
-    assert apply_random_moves_(twin, classes=softmax)
-    apply_random_symmetry_(twin, 30.0, pairs=find(twin, kinds=("heads", "neurons")).pairs)
+    assert move_(twin, find(twin, kinds=ALL, classes=softmax), condition=30.0)
     for measure in WHOLE:
         one, two = (value(m, batch, measure) for m in (model, twin))
         assert two == pytest.approx(one, rel=1e-8)

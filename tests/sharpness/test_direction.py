@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_, find, stacks
+from quotient_manifolds.symmetries import find, move_, stacks
 from reproduction.rk4 import RungeKuttaMeasure
 from sharpness import plots
 from tests import networks
@@ -20,7 +20,7 @@ from tests.snapshots import ALL, GEODESIC, assert_same, snapshot
 @pytest.mark.parametrize("measure", ALL)
 def test_direction_is_horizontal_of_length_rho_and_leads_to_the_worst_loss(trained_model, measure):
     model, batch = trained_model
-    apply_random_symmetry_(model := copy.deepcopy(model), 50.0)
+    move_(model := copy.deepcopy(model), condition=50.0)
     rho = 0.05
     result = sharpness.evaluate(model, [batch], measure=measure, rho=rho)
     direction = result.direction(0)

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
-from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, find, stacks
+from quotient_manifolds.symmetries import UnknownAttentionError, find, move_, stacks
 from quotient_manifolds.symmetries.registry import ByClass
 from sharpness import evaluation
 from tests import networks
@@ -26,7 +26,7 @@ from tests.snapshots import ALL, GEODESIC, assert_same, snapshot
 def test_invariance_along_orbits_in_float64(trained_model, measure):
     model, batch = trained_model
     twin = copy.deepcopy(model)
-    assert apply_random_symmetry_(twin, 1e3, seed=2) > 0
+    assert move_(twin, condition=1e3, seed=2)
     options = {"measure": measure, "rho": 0.05 if measure == "geodesic-mix" else 0.2, "steps": 10, "restarts": 1}
     one, two = (float(sharpness.evaluate(m, [batch], **options)) for m in (model, twin))
     if measure in GEODESIC:
@@ -42,7 +42,7 @@ def test_invariance_along_orbits_in_float32(measure, rho):
     batch = networks.images()
     model = networks.trained_vit()
     twin = copy.deepcopy(model)
-    apply_random_symmetry_(twin, 1e3, seed=2)
+    move_(twin, condition=1e3, seed=2)
     one, two = (float(sharpness.evaluate(m, [batch], measure=measure, rho=rho)) for m in (model, twin))
     if measure in GEODESIC:
         # The moved weights are rounded, which an ascent may enlarge: as much as it does in float64 for these weights.
@@ -324,7 +324,7 @@ def test_unknown_attention_is_examined_on_the_first_batch(measure):
     given = sharpness.evaluate(model, [batch, batch], symmetries=known, **options)
     assert float(given) == float(found)
     twin = copy.deepcopy(model)
-    apply_random_symmetry_(twin, 30.0, pairs=find(twin, batch).pairs)
+    move_(twin, find(twin, batch), condition=30.0)
     assert float(sharpness.evaluate(twin, [batch, batch], **options)) == pytest.approx(float(found), rel=1e-8)
     with torch.no_grad(), sharpness.perturbed(model, found.direction(0)) as moved:
         loss = float(F.cross_entropy(moved(batch[0]), batch[1]))
@@ -385,7 +385,7 @@ def test_registered_attention_is_measured(monkeypatch):
 
     model, batch = networks.shake(Mystery()), networks.tokens()
     twin = copy.deepcopy(model)
-    assert apply_random_symmetry_(twin, 10.0) == 2
+    assert sum(move_(twin).values()) == 2
     one, two = (float(sharpness.evaluate(m, [batch], rho=0.1)) for m in (model, twin))
     assert abs(one - two) < 1e-8 * one
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries import move_
 from sharpness.losses import Objective, default_loss
 from sharpness.study.run import _loss_and_error
 from tests import networks
@@ -356,7 +356,7 @@ def test_half_precision_moves_along_orbits_as_float32_does():
     model = networks.trained_vit()
     twin = networks.vit()
     twin.load_state_dict(model.state_dict())
-    apply_random_symmetry_(twin, 3.0, seed=1)
+    move_(twin, condition=3.0, seed=1)
     values = [float(sharpness.evaluate(m.bfloat16(), [(x.bfloat16(), y)], rho=0.1)) for m in (model, twin)]
     assert values[0] == pytest.approx(values[1], rel=0.05)  # the weights themselves were rounded to 8 bits
 

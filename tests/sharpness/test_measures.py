@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_, find
+from quotient_manifolds.symmetries import move_
 from reproduction.adaptive_norm import AdaptiveNormMeasure
 from reproduction.additive import AdditiveMeasure
 from reproduction.rk4 import RungeKuttaBlock, RungeKuttaMeasure
@@ -177,7 +177,7 @@ def test_symmetry_of_one_kind(trained):
         assert half[0] not in (one[0], two[0])
         # Only what is divided out may be moved.
         moved = copy.deepcopy(model)
-        apply_random_symmetry_(moved, 30.0, seed=1, pairs=find(moved).of_kind([kind]).pairs)
+        move_(moved, seed=1, condition=30.0, kinds=[kind])
         same = values((moved, moved, batch), symmetry=kind)[0]
         assert same == pytest.approx(half[0], rel=1e-8)
         unlike = values((moved, moved, batch), symmetry=other)[0]

@@ -127,7 +127,7 @@ def test_a_transformers_folder(name, tmp_path, capsys):
     loaded.model(**loaded.example)
     assert cli.main(["symmetries", str(tmp_path), "--verify"]) == 0
     printed = capsys.readouterr().out
-    assert "pairs moved, largest relative change of an output" in printed
+    assert "symmetries moved, largest relative change of an output" in printed
     assert "NOT A SYMMETRY" not in printed
 
 

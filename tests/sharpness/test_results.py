@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import sharpness
-from quotient_manifolds.symmetries import GL, PairStack, Symmetries, apply_random_symmetry_, find, pair, slot
+from quotient_manifolds.symmetries import ALL, GL, PairStack, Symmetries, find, move_, pair, slot
 from quotient_manifolds.symmetries.stacks import coverage
-from quotient_manifolds.symmetries.whole import apply_random_moves_
 from sharpness import LayerShare, LayerShares
 from sharpness.direction import PARTS, NetworkParts, _layer
 from sharpness.results import settings
@@ -276,8 +275,7 @@ def test_shares_of_the_complete_measure_do_not_move():
     for move in (False, True):
         model = build("gpt2-untied")
         if move:
-            apply_random_moves_(model)
-            apply_random_symmetry_(model)
+            move_(model, find(model, kinds=ALL))
         options = {"measure": "complete-inv", "steps": 3, "progress": False}
         shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_layer().by_part())
     assert shares[0] == pytest.approx(shares[1], rel=1e-6)

@@ -11,7 +11,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.optim import QuotientAdam, QuotientSGD, create_quotient_optimizer
-from quotient_manifolds.symmetries import apply_random_symmetry_, find
+from quotient_manifolds.symmetries import find, move_
 from sharpness import GeodesicSAM
 from tests.networks import Encoder, bert, shake, vit
 
@@ -88,7 +88,7 @@ def test_sam_and_asam(measure):
 def test_the_perturbation_is_the_gradient_on_the_manifold(metric, refresh):
     """Norm, Riemannian gradient and retraction by the manifold's own methods, and an elementwise metric elsewhere."""
     model, batch, rho = small(), batch_of(Encoder), 0.3
-    apply_random_symmetry_(model, 20.0, seed=1)
+    move_(model, condition=20.0, seed=1)
     sam = GeodesicSAM(
         model, torch.optim.SGD(model.parameters(), 0.05), rho=rho, measure=f"geodesic-{metric}", refresh=refresh
     )
@@ -146,7 +146,7 @@ def test_equivalent_starts(make, measure, base):
     """
     one, batch = small(make), batch_of(make)
     two = copy.deepcopy(one)
-    apply_random_symmetry_(two, 100.0, seed=4)
+    move_(two, condition=100.0, seed=4)
     scores = []
     for model in (one, two):
         parameters = list(model.parameters())

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import ALL, apply_random_symmetry_, find
-from quotient_manifolds.symmetries.whole import apply_random_moves_
+from quotient_manifolds.symmetries import ALL, find, move_
 from quotient_manifolds.weights import weights_of
 from sharpness import cli
 from sharpness.models import LoadedModel
@@ -17,8 +16,7 @@ from tests.whole_networks import FAMILIES, build, inputs, random_element
 def moved(model):
     """A copy that every kind of symmetry has moved."""
     twin = random_element(model).of(model)
-    apply_random_symmetry_(twin, pairs=find(twin, kinds=ALL).pairs)
-    apply_random_moves_(twin)
+    move_(twin, find(twin, kinds=ALL))
     return twin
 
 
@@ -108,7 +106,7 @@ def test_networks_without_wide_layers_have_no_p_value():
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     one = LoadedModel(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 3, 8))
     other = copy.deepcopy(one)
-    apply_random_symmetry_(other.model)
+    move_(other.model)
     found = judge(one, other)
     assert found.verdict.value == "one function"
     assert "no layers of more neurons than the stream is wide" in evidence(found, "no p-value")

@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sharpness
-from quotient_manifolds.optim import canonicalize_lora_
 from quotient_manifolds.symmetries import (
     Symmetries,
     UnknownAttentionError,
-    apply_random_symmetry_,
+    canonicalize_,
     find,
     manifold_parameters_,
     model_distance,
+    move_,
     stacks,
     verify,
     whole,
@@ -219,12 +219,11 @@ def test_what_is_refused():
 #: All that takes a model and needs whole weights, on the sharded model m, another one w, and a batch b.
 NEED_WHOLE = {
     "find": lambda m, w, b: find(m, b), "verify": lambda m, w, b: verify(m, b),
-    "move": lambda m, w, b: apply_random_symmetry_(m), "points": lambda m, w, b: manifold_parameters_(m),
+    "move": lambda m, w, b: move_(m), "points": lambda m, w, b: manifold_parameters_(m),
     "distance": lambda m, w, b: model_distance(m, w), "distance to": lambda m, w, b: model_distance(w, m),
     "aligned": lambda m, w, b: model_distance(w, m, modulo="all"), "align": lambda m, w, b: whole.align_models(m, w),
     "align to": lambda m, w, b: whole.align_models(w, m),
-    "canonicalize": lambda m, w, b: whole.canonicalize_(m), "verify whole": lambda m, w, b: whole.verify_whole(m, b),
-    "move whole": lambda m, w, b: whole.apply_random_moves_(m), "lora": lambda m, w, b: canonicalize_lora_(m),
+    "canonicalize": lambda m, w, b: canonicalize_(m),
     "independence": lambda m, w, b: whole.independence_test(m, w),
     "independence of": lambda m, w, b: whole.independence_test(w, m),
     "space": lambda m, w, b: sharpness.WeightSpace(m, sharpness.MEASURES["adaptive"]),

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_, find, stacks
+from quotient_manifolds.symmetries import find, move_, stacks
 from sharpness.measures import MEASURES
 from tests import networks
 from tests.architectures import transformers_model
@@ -22,7 +22,7 @@ def test_frozen_pairs_and_partly_covered_parameters_count_elementwise():
     assert [p.kind for p in trained.pairs] == ["qk"] * 2
     assert {r.kind for r in trained.refused} == {"vo"}
     twin = copy.deepcopy(model)
-    apply_random_symmetry_(twin, 100.0, pairs=trained.pairs)
+    move_(twin, trained, condition=100.0)
     one, two = (float(sharpness.evaluate(m, [batch], rho=0.2, restarts=1)) for m in (model, twin))
     assert abs(one - two) < 1e-8 * one
     assert one < free

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ...linalg import finite, in_double
 from ...weights import check_whole, weights_of
+from ..canonical import canonical_form, write_values
 from ..discovery import ALL, find
 from ..wiring import State, Wiring
-from .canonical import canonical_form, write_values
 from .fits import balanced, matched, permutation, refined, rotation, turned
 from .units import Cell, Move, Part, cells_of, unique
 
@@ -92,12 +92,12 @@ class Alignment:
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
+    >>> from quotient_manifolds.symmetries import move_
     >>> from quotient_manifolds.symmetries.whole import align_models
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> one = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
     >>> other = copy.deepcopy(one)
-    >>> _ = apply_random_symmetry_(other)
+    >>> _ = move_(other)
     >>> aligned, found = align_models(one, other)
     >>> found.distance < 1e-8 * found.size
     True

@@ -15,10 +15,10 @@ from quotient_manifolds.symmetries import (
     Cause,
     NotASymmetryError,
     Symmetries,
-    apply_random_symmetry_,
     certify,
     discovery,
     find,
+    move_,
     pair,
     registry,
     slot,
@@ -334,7 +334,7 @@ def test_moves_agree_with_the_certificate():
     for p, residual in found.residuals.items():
         with torch.no_grad():
             before, kept = model(batch[0]).logits, copy.deepcopy(model.state_dict())
-            apply_random_symmetry_(model, pairs=[p])
+            move_(model, Symmetries((p,)))
             moved = float((model(batch[0]).logits - before).abs().max() / before.abs().max())
             model.load_state_dict(kept)
         assert (moved > 1e-8) == (residual > 1e-8), (p.name, moved, residual)

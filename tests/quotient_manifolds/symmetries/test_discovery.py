@@ -19,10 +19,10 @@ from quotient_manifolds.symmetries import (
     Projection,
     SymmetricPair,
     Symmetries,
-    apply_random_symmetry_,
     attention_pairs,
     check_coverage,
     find,
+    move_,
     pair,
     register_attention,
     registry,
@@ -362,7 +362,7 @@ def test_a_forward_pass_that_autograd_cannot_follow_is_verified_by_moves():
 def test_a_seed_is_a_number():
     """Else a certificate of nothing passed for a success, without moves."""
     model, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 3, 8)
-    for use in (lambda: verify(model, x, seed=None, moves=False), lambda: apply_random_symmetry_(model, seed={})):
+    for use in (lambda: verify(model, x, seed=None, moves=False), lambda: move_(model, seed={})):
         with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
             use()
 

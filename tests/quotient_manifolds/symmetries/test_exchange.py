@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import sharpness
-from quotient_manifolds.symmetries import ALL, Symmetries, find, from_json, moved_weights, slot, to_json
+from quotient_manifolds.symmetries import ALL, Symmetries, canonical_form, find, from_json, moved_weights, slot, to_json
 from quotient_manifolds.symmetries.kinds import Length
-from quotient_manifolds.symmetries.whole import State, canonical_form
+from quotient_manifolds.symmetries.whole import State
 from tests import architectures
 from tests.whole_networks import FAMILIES, build, forward, inputs
 
@@ -116,7 +116,7 @@ def test_what_is_no_such_file_is_said():
         from_json(json.dumps({**json.loads(to_json(found)), "more": 1}))
     weights = build("vit").state_dict()
     del weights["classifier.weight"]
-    with pytest.raises(ValueError, match=r"no weight 'classifier\.weight' in the file; its names must be those of"):
+    with pytest.raises(ValueError, match=r"no weight 'classifier\.weight'; the names must be those of"):
         moved_weights(weights, found)
 
 

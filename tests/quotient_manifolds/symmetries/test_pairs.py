@@ -20,9 +20,9 @@ from quotient_manifolds.symmetries import (
     Slot,
     SymmetricPair,
     Symmetries,
-    apply_random_symmetry_,
     factor_pair,
     find,
+    move_,
     pair,
     slot,
     stacks,
@@ -144,7 +144,7 @@ def test_sharpness_is_invariant_for_every_kind_of_group(name, measure):
             p.requires_grad_(False)
     twin = copy.deepcopy(model)
     trained = find(twin).restricted(name for name, p in weights_of(twin).items() if p.requires_grad)
-    assert apply_random_symmetry_(twin, 10.0, pairs=trained.of_full_rank().pairs) > 0
+    assert move_(twin, trained)
     options = {"measure": measure, "rho": 0.02, "steps": 4}
     one, two = (float(sharpness.evaluate(m, [batch], loss, **options)) for m in (model, twin))
     # Models that cast to float32 inside are staircases at 1e-7 of the loss.
@@ -243,7 +243,7 @@ def test_pairs_of_ones_own(cls, measure):
     if wrong is not None:
         assert [p.name for p in verify(model, x, find(model).adding(wrong)).failures] == ["wrong"]
     twin = copy.deepcopy(model)
-    assert apply_random_symmetry_(twin, 30.0, pairs=[p]) == 1
+    assert move_(twin, Symmetries((p,)), condition=30.0) == {"user": 1}
     torch.testing.assert_close(twin(x), model(x))
 
     def loss(model, batch):
@@ -314,7 +314,7 @@ def test_pairs_of_different_modules_are_different_pairs():
 def test_a_pair_of_another_model_cannot_be_verified():
     layer = nn.Linear(4, 3)
     G, H = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(3, 2))
-    with pytest.raises(ValueError, match="the pair 'factors' belongs to another model"):
+    with pytest.raises(ValueError, match="the symmetry 'factors' belongs to another model"):
         verify(layer, torch.randn(2, 4), Symmetries((factor_pair(G, H),)))
 
 

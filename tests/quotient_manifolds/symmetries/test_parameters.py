@@ -15,9 +15,9 @@ from quotient_manifolds.symmetries import (
     GL,
     NotASymmetryError,
     Symmetries,
-    apply_random_symmetry_,
     find,
     manifold_parameters_,
+    move_,
     pair,
     plain_parameters_,
     slot,
@@ -140,7 +140,7 @@ def test_riemannian_sgd_runs_alike_from_equivalent_starts(name, metric):
     for kind in ("points", "moved points", "plain", "moved plain"):
         twin = copy.deepcopy(model)
         if "moved" in kind:
-            apply_random_symmetry_(twin, 3.0)
+            move_(twin, condition=3.0)
         if "points" in kind:
             manifold_parameters_(twin, metric)
         optimizer = geoopt.optim.RiemannianSGD(twin.parameters(), lr=0.02)
@@ -193,7 +193,7 @@ def test_what_each_optimiser_does_to_invariance(optimiser, options, invariant):
     for moved in (False, True):
         twin = copy.deepcopy(model)
         if moved:
-            apply_random_symmetry_(twin, 3.0)
+            move_(twin, condition=3.0)
         manifold_parameters_(twin)
         optimizer = optimiser(twin.parameters(), **options)
 

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import GL, apply_random_symmetry_, find
+from quotient_manifolds.symmetries import ALL, GL, canonicalize_, find, move_
 from quotient_manifolds.symmetries.whole import (
     align_models,
-    apply_random_moves_,
-    canonicalize_,
 )
 from quotient_manifolds.symmetries.whole.align import KINDS
 from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
@@ -42,9 +40,7 @@ def difference(a, b):
 def moved(model, seed):
     """A copy after random moves of all kinds."""
     copied = random_element(model, seed).of(model)
-    apply_random_moves_(copied, seed=seed)
-    for pairs in (None, find(copied, kinds=("neurons",)).pairs):
-        apply_random_symmetry_(copied, seed=seed, pairs=pairs)
+    move_(copied, find(copied, kinds=ALL), seed=seed)
     return copied
 
 

@@ -5,18 +5,17 @@ import timm
 import torch
 from torch import nn
 
+from quotient_manifolds.symmetries import ALL, canonicalize_, find, verify
 from quotient_manifolds.symmetries.layout import Layout, Sublayer, affine, has, table, wire
 from quotient_manifolds.symmetries.whole import (
     State,
     Wiring,
-    canonicalize_,
-    verify_whole,
     wiring_of,
 )
 from quotient_manifolds.weights import weights_of
 from tests import architectures
 from tests.extent import EXHAUSTIVE
-from tests.whole_networks import BACKBONES, TIMM, TRANSFORMERS, build, count, headed, heads, symmetries_of
+from tests.whole_networks import BACKBONES, TIMM, TRANSFORMERS, build, by_kind, count, headed, heads, symmetries_of
 
 NETWORKS = [(f, n) for f, (*_, usual) in BACKBONES.items() for n in (heads(f) if EXHAUSTIVE else [usual])]
 
@@ -131,9 +130,9 @@ def test_a_backbone_is_wired_under_every_head(family, name):
     model, batch = headed(family, name)
     assert symmetries_of(model).wired
     for classes in (False, *([True] if "labels" in batch else [])):
-        report = verify_whole(model, batch, classes=classes)
+        report = verify(model, batch, find(model, batch, kinds=ALL, classes=classes))
         assert report.ok, report
-        assert "vo" in report.changes
+        assert "vo" in by_kind(report.changes)
         assert max(report.changes.values()) < 1e-10
 
 
@@ -179,18 +178,17 @@ def test_an_open_clip_tower():
     model = open_clip.CLIP(embed_dim=5, vision_cfg=tower, text_cfg=text).visual.eval().double()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     before = model(x)
-    form = canonicalize_(model)
+    found = canonicalize_(model)
     torch.testing.assert_close(model(x), before, rtol=1e-11, atol=1e-11)
-    assert {"gain", "shift", "writer", "embeddings"} <= set(form.symmetries.dimensions)
+    assert {"gain", "shift", "writer", "embeddings"} <= set(found.dimensions)
 
 
 def test_both_towers_of_open_clip():
     model, batch = architectures.open_clip_model()
-    report = verify_whole(model, batch, forward=lambda m, b: m.encode_image(b["image"]))
-    texts = verify_whole(model, batch, forward=lambda m, b: m.encode_text(b["text"]))
-    for found in (report, texts):
+    for forward in (lambda m, b: m.encode_image(b["image"]), lambda m, b: m.encode_text(b["text"])):
+        found = verify(model, batch, symmetries_of(model), forward=forward)
         assert found.ok, found
-        assert {"gain", "shift", "reader", "writer", "embeddings", "value bias"} <= set(found.changes)
+        assert {"gain", "shift", "reader", "writer", "embeddings", "value bias"} <= set(by_kind(found.changes))
     assert count(model)["gain"] == count(model.visual)["gain"] + 3 * 16
     odd, _ = architectures.open_clip_model(final_ln_after_pool=True)
     assert not wiring_of(odd).sites
@@ -217,7 +215,7 @@ def test_unusual_blocks_are_left_to_their_heads():
     with torch.no_grad():
         encoder.layers[0].norm1.bias += 1
     assert "key bias" not in count(encoder)  # a number added to all keys but the one that is zero
-    assert verify_whole(encoder, torch.randn(2, 3, 8)).ok
+    assert verify(encoder, torch.randn(2, 3, 8), symmetries_of(encoder)).ok
     assert not wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM, qk_norm=True)).sites
     assert wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM)).sites
 

@@ -6,21 +6,19 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from quotient_manifolds.passes import tree_map
-from quotient_manifolds.symmetries import Cause, apply_random_symmetry_, find
-from quotient_manifolds.symmetries.whole import (
-    State,
-    apply_random_moves_,
-    canonical_form,
-    canonicalize_,
-    register_wiring,
-    verify_whole,
-    wiring_of,
-)  # fmt: skip
-from quotient_manifolds.symmetries.whole.canonical import _move_, write_values
+from quotient_manifolds.passes import default_forward, tree_map
+from quotient_manifolds.symmetries import ALL, Cause, canonical_form, canonicalize_, find, move_, verify
+from quotient_manifolds.symmetries.canonical import write_values
+from quotient_manifolds.symmetries.whole import State, register_wiring, wiring_of
 from quotient_manifolds.weights import weights_of
 from tests import networks
-from tests.whole_networks import FAMILIES, build, count, folded, forward, inputs, symmetries_of
+from tests.whole_networks import FAMILIES, build, by_kind, count, folded, forward, inputs, outside, symmetries_of
+
+
+def verified(model, batch, forward=default_forward, classes=False):
+    """Everything that is found, verified."""
+    found = find(model, batch, kinds=ALL, classes=classes, forward=forward)
+    return verify(model, batch, found, forward=forward)
 
 
 def difference(a, b):
@@ -32,26 +30,36 @@ def test_the_function_stays_and_equivalent_weights_meet(family):
     model = build(family)
     (batch,) = inputs(family)
     before = forward(model, batch)
-    moved = copy.deepcopy(model)
-    kinds = apply_random_moves_(moved)
-    assert kinds
+    moved, found = copy.deepcopy(model), symmetries_of(model)
+    assert move_(moved, found, kinds=set(found.dimensions) - {"rotation"})
     assert difference(forward(moved, batch), before) < 1e-12
     norms = [difference(p, q) for p, q in zip(moved.parameters(), model.parameters(), strict=True)]
     assert max(norms) > 1e-2  # the move was one
-    form = canonicalize_(model)
-    assert difference(forward(model, batch), before) < 1e-12
-    canonicalize_(moved)
-    if "rotation" in form.symmetries.dimensions:  # the two differ by one: inner products of vectors in the stream agree
-        pair = [[State(weights_of(m)).read(w.matrix) for _, w in wiring_of(m).writers] for m in (model, moved)]
-        for a, b in zip(*pair, strict=True):
-            torch.testing.assert_close(a.T @ a, b.T @ b, rtol=1e-8, atol=1e-9)
-    else:
-        for p, q in zip(model.parameters(), moved.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-9)
+    for m in (model, moved):
+        assert canonicalize_(m).dimension == found.dimension
+        assert difference(forward(m, batch), before) < 1e-12
+    for p, q in zip(model.parameters(), moved.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-9)
     once = [p.clone() for p in model.parameters()]
     canonicalize_(model)
     for p, q in zip(model.parameters(), once, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "rotation" in count(build(f))])
+def test_equivalent_weights_meet_but_for_a_rotation(family):
+    """Inner products of vectors in the stream agree."""
+    model = build(family)
+    moved, (batch,) = copy.deepcopy(model), inputs(family)
+    before = forward(model, batch)
+    move_(moved, outside(moved))
+    assert difference(forward(moved, batch), before) < 1e-12
+    for m in (model, moved):
+        canonicalize_(m, outside(m))
+    pair = [[State(weights_of(m)).read(w.matrix) for _, w in wiring_of(m).writers] for m in (model, moved)]
+    assert max(difference(a, b) for a, b in zip(*pair, strict=True)) > 1e-2
+    for a, b in zip(*pair, strict=True):
+        torch.testing.assert_close(a.T @ a, b.T @ b, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,9 +76,7 @@ def test_the_function_stays_whatever_is_frozen(family):
         form = canonical_form(weights, found)
         write_values(weights, form.values)
         assert difference(forward(model, batch), before) < 1e-11
-        _move_(found.actions, State(weights), 0.3, 0)
-        assert difference(forward(model, batch), before) < 1e-10
-        apply_random_symmetry_(model, pairs=found.pairs)
+        move_(model, found)
         assert difference(forward(model, batch), before) < 1e-10
         assert all(torch.equal(weights[name], value) for name, value in kept.items())
 
@@ -114,9 +120,11 @@ def test_a_failure_half_way_harms_nothing(monkeypatch):
 
 
 def test_a_kind_that_a_network_lacks_is_named():
-    with pytest.raises(ValueError, match=r"BertForSequenceClassification has no symmetry 'gains'; it has .*gain"):
-        apply_random_moves_(build("bert"), kinds=["gains"])
-    assert apply_random_moves_(build("bert"), kinds="gain") == ["gain"]
+    found = outside(build("bert"))
+    for kinds in (["gains"], "gain"):
+        with pytest.raises(ValueError, match=r"kinds is a collection of .*gain.* here, got \[?'gain"):
+            move_(build("bert"), found, kinds=kinds)
+    assert set(move_(build("bert"), found, kinds=["gain"])) == {"gain"}
 
 
 def test_frozen_weights_stay():
@@ -152,16 +160,16 @@ def test_neurons_are_pairs():
     model = build("llama")
     (batch,) = inputs("llama")
     before = forward(model, batch)
-    pairs = find(model, kinds=("neurons",)).pairs
-    assert [str(p.group) for p in pairs] == ["(ℝ*)^12"] * 2
-    apply_random_symmetry_(model, pairs=pairs)
+    found = find(model, kinds=("neurons",))
+    assert [str(p.group) for p in found.pairs] == ["(ℝ*)^12"] * 2
+    move_(model, found)
     assert difference(forward(model, batch), before) < 1e-12
     model = build("opt")
     (batch,) = inputs("opt")
     before = forward(model, batch)
-    rectified = find(model, kinds=("neurons",)).pairs
-    assert [str(p.group) for p in rectified] == ["(ℝ+)^12"] * 2
-    apply_random_symmetry_(model, pairs=rectified)
+    rectified = find(model, kinds=("neurons",))
+    assert [str(p.group) for p in rectified.pairs] == ["(ℝ+)^12"] * 2
+    move_(model, rectified)
     assert difference(forward(model, batch), before) < 1e-12
     wrong = next(p for p in find(model).pairs if p.kind == "vo")
     weights_of(model)[wrong.G[0].name].data[0] *= -1  # one half alone
@@ -205,11 +213,10 @@ def test_pruned_weights_are_left_alone(name):
     (batch,) = inputs("vit")
     with torch.enable_grad():
         before = forward(model, batch)
-    form = canonicalize_(model)
-    assert Cause.COMPUTED in {r.cause for r in form.symmetries.refused}
+    assert Cause.COMPUTED in {r.cause for r in canonicalize_(model).refused}
     with torch.enable_grad():
         assert difference(forward(model, batch), before) < 1e-12
-    assert verify_whole(model, batch, forward=forward).ok
+    assert verified(model, batch, forward=forward).ok
 
 
 def test_a_layer_that_is_used_twice_counts_once():
@@ -236,9 +243,9 @@ def test_a_gain_of_zero_beside_a_computed_bias_stays():
     prune.random_unstructured(networks.feed_forward(layer)[0], "bias", amount=0.3)
     (batch,) = inputs("vit")
     before = forward(model, batch)
-    form = canonicalize_(model)
+    found = canonicalize_(model)
     assert difference(forward(model, batch), before) < 1e-12
-    assert Cause.COMPUTED in {r.cause for r in form.symmetries.refused}
+    assert Cause.COMPUTED in {r.cause for r in found.refused}
 
 
 def test_pairs_of_a_canonical_form_keep_their_scale():
@@ -262,9 +269,9 @@ def test_known_counts():
 
 def test_every_kind_is_certified_and_moved():
     for family in ("dinov2", "bert", "qwen3", "t5"):
-        report = verify_whole(build(family), next(inputs(family)), forward=forward)
+        report = verified(build(family), next(inputs(family)), forward=forward)
         assert report.ok, report
-        assert set(report.residuals) <= set(report.changes)
+        assert {*report.residuals, *report.unreached} == set(report.changes)
         assert max(report.changes.values()) < 1e-10
 
 
@@ -285,9 +292,9 @@ def test_a_wrong_wiring_is_found_by_gradient_and_by_move():
 
     model = build("bert")
     model.__class__ = Wrong
-    report = verify_whole(model, next(inputs("bert")), forward=forward)
-    assert {"gain", "shift"} <= set(report.failures)
-    assert min(report.residuals["gain"], report.changes["gain"]) > 1e-3
+    report = verified(model, next(inputs("bert")), forward=forward)
+    assert {"gain", "shift"} <= {s.kind for s in report.failures}
+    assert min(by_kind(values)["gain"] for values in (report.residuals, report.changes)) > 1e-3
     assert "NOT A SYMMETRY" in str(report)
 
 
@@ -295,7 +302,7 @@ def test_the_model_stays():
     model = build("vit").float().train()
     before = {name: p.clone() for name, p in model.state_dict().items()}
     batch = {key: value.float() for key, value in next(inputs("vit")).items()}
-    assert verify_whole(model, batch, forward=forward, classes=True).ok
+    assert verified(model, batch, forward=forward, classes=True).ok
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     assert model.training
 
@@ -304,12 +311,12 @@ def test_losses_and_hidden_states_are_not_what_is_compared():
     """With labels the first output is a loss, and T5 returns its encoder's states, which gains change."""
     for family, classes in (("bert", True), ("t5", False)):
         model, batch = build(family), next(inputs(family))
-        report = verify_whole(model, batch, classes=classes)
+        report = verified(model, batch, classes=classes)
         assert report.ok, report
-        assert {"qk", "vo"} <= set(report.residuals)
+        assert {"qk", "vo"} <= set(by_kind(report.residuals))
     model, batch = build("bert"), next(inputs("bert"))
     labels = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
-    assert max(verify_whole(model, batch | {"labels": labels}, classes=True).changes.values()) > 0
+    assert max(verified(model, batch | {"labels": labels}, classes=True).changes.values()) > 0
 
 
 def test_a_gradient_that_is_not_a_number_certifies_nothing():
@@ -328,18 +335,18 @@ def test_a_gradient_that_is_not_a_number_certifies_nothing():
     def wiring(model):
         return wiring_of(model, "inner")
 
-    report = verify_whole(Root(), next(inputs("torch-pre")))
+    report = verified(Root(), next(inputs("torch-pre")))
     assert any(residual != residual for residual in report.residuals.values())
     assert not report.ok
 
 
 def test_gradients_are_on_whatever_the_caller_switched_off():
     model, batch = build("bert"), next(inputs("bert"))
-    expected = verify_whole(model, batch, forward=forward)
+    expected = verified(model, batch, forward=forward)
     with torch.no_grad():
-        assert verify_whole(model, batch, forward=forward) == expected
+        assert verified(model, batch, forward=forward) == expected
     with torch.inference_mode():
-        assert verify_whole(model, tree_map(torch.clone, batch), forward=forward) == expected
+        assert verified(model, tree_map(torch.clone, batch), forward=forward) == expected
 
 
 class Unnamed(torch.nn.MultiheadAttention):
@@ -356,8 +363,8 @@ def test_heads_of_a_class_that_only_a_batch_tells_are_verified():
         return model(batch)
 
     model = torch.nn.Sequential(Unnamed(8, 2, batch_first=True))
-    report = verify_whole(model, torch.randn(2, 3, 8), forward=watched)
-    assert {"qk", "vo", "key bias"} <= set(report.residuals)
+    report = verified(model, torch.randn(2, 3, 8), forward=watched)
+    assert {"qk", "vo", "key bias"} <= set(by_kind(report.changes))
     assert report.ok
     assert not bool(model[0].in_proj_bias.any())
     assert any(bool(key_bias.any()) for key_bias in seen)

@@ -6,8 +6,9 @@ import scipy.stats
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries.whole import apply_random_moves_, independence, independence_test
-from tests.whole_networks import build, random_element
+from quotient_manifolds.symmetries import move_
+from quotient_manifolds.symmetries.whole import independence, independence_test
+from tests.whole_networks import build, outside, random_element
 
 
 def drawn(seed, neurons=40, width=8):
@@ -39,7 +40,7 @@ def test_a_moved_fine_tune_is_known(family):
         for p in other.parameters():
             p += 0.01 * p.abs().mean() * torch.sin(torch.arange(p.numel(), dtype=p.dtype)).view_as(p)
     other = random_element(other).of(other)
-    apply_random_moves_(other)
+    move_(other, outside(other))
     found = independence_test(one, other)
     assert found.p_value < 1e-3
     assert found.agreeing > 0.5 * found.neurons

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations
 
-from quotient_manifolds.symmetries import ALL, Cause, apply_random_symmetry_, find
-from quotient_manifolds.symmetries.whole import State, canonical_form
-from quotient_manifolds.symmetries.whole.canonical import _move_, write_values
+from quotient_manifolds.symmetries import ALL, Cause, find, move_
+from quotient_manifolds.symmetries.canonical import canonical_form, write_values
+from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import weights_of
 from tests.extent import EXHAUSTIVE
 from tests.whole_networks import FAMILIES, build, folded, forward, inputs, symmetries_of
@@ -92,8 +92,7 @@ def test_the_function_stays_whichever_weight_is_frozen(family):
         assert name not in {n for each in (*found.pairs, *found.actions) for n in each.names} | set(form.values)
         write_values(weights, form.values)
         assert difference(forward(model, batch), before) < 1e-11, name
-        _move_(found.actions, State(weights), 0.3, 0)
-        apply_random_symmetry_(model, pairs=found.pairs)
+        move_(model, found)
         assert difference(forward(model, batch), before) < 1e-10, name
         assert torch.equal(weights[name], given[name])
         write_values(weights, given)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quotient_manifolds.symmetries import find
+from quotient_manifolds.symmetries import canonicalize_, find
 from quotient_manifolds.symmetries.layout import table
 from quotient_manifolds.symmetries.listing import actions_of
 from quotient_manifolds.symmetries.whole import (
@@ -13,7 +13,6 @@ from quotient_manifolds.symmetries.whole import (
     State,
     Wiring,
     affine,
-    canonicalize_,
     norm,
     register_wiring,
     wiring_of,
