@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,32 +93,24 @@ def _within(storage: np.ndarray, t: Tensor) -> np.ndarray:
     return np.ndarray(tuple(t.shape), f"V{size}", storage, size * t.storage_offset(), strides)
 
 
-def divided_out(
-    model: nn.Module, measure: Measure, given: Symmetries | None, names: Iterable[str], *, classes: bool = False
-) -> Symmetries:
-    """Return the symmetries that a measure divides out where the weights of some names move.
+def known(model: nn.Module, measure: Measure, given: Symmetries | None, *, classes: bool = False) -> Symmetries:
+    """Return the symmetries that a measure divides out where all weights move.
 
     Parameters
     ----------
     model, measure : nn.Module, Measure
     given : Symmetries, optional
         By default those of heads and adapters that the model's classes name.
-    names : iterable of str
-        The weights that move.
     classes : bool
         For measures at the canonical form: the loss uses the logits only through a softmax.
     """
-    names = list(names)
     kinds = PAIRS if measure.divides else ("points",) if measure.takes_points else ()
-    if not kinds:
-        return Symmetries()
-    found = find(model, kinds=kinds) if given is None or not measure.divides else given
-    if given is not None and measure.divides:
+    if given is None or not measure.divides:
+        found = find(model, kinds=kinds) if kinds else Symmetries()
+    else:
         check_names(given, weights_of(model), type(model).__name__)
         found = given if not measure.takes_points else _with_points(model, given)
-    if measure.form == "canonical" and not found.actions:
-        found = with_wiring(model, found, classes=classes)
-    return found.restricted(names).of_full_rank()
+    return with_wiring(model, found, classes=classes) if measure.form == "canonical" and not found.actions else found
 
 
 def _with_points(model: nn.Module, given: Symmetries) -> Symmetries:

@@ -243,7 +243,7 @@ def _evaluate(
     results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
         measure, statistic, radii, search, plain_class(model).__name__, *space.spectrum(), uncertified, tuple(results),
-        remarks, directions,
+        remarks, space.divided, directions,
     )  # fmt: skip
 
 

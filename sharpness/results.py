@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
+from quotient_manifolds.symmetries import Symmetries
+
 from .direction import PARTS, Direction, LayerShare, LayerShares
 from .errors import aligned
 from .files import write_json
@@ -133,6 +135,8 @@ class SharpnessResult:
     remarks : tuple of str
         What else was noticed, in sentences: pairs that were found by examination, weights without a gradient, what the
         measure does not divide out.
+    symmetries : Symmetries
+        Those that were divided out.
 
     Examples
     --------
@@ -161,6 +165,7 @@ class SharpnessResult:
     num_uncertified: int
     batches: tuple[BatchResult, ...]
     remarks: tuple[str, ...] = ()
+    symmetries: Symmetries = field(default=Symmetries(), repr=False)
     _directions: dict[tuple[int, float], Direction] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, rho: float) -> SharpnessResult:
@@ -258,9 +263,12 @@ class SharpnessResult:
         return LayerShares(LayerShare(*place, share) for place, share in found.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the directions as plain numbers, strings, lists and dicts."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(replace(self, _directions={}))))
+        """Return everything but the directions as plain numbers, strings, lists and dicts; of symmetries a digest."""
+        from quotient_manifolds.symmetries.exchange import digest
+
+        found: dict[str, Any] = json.loads(json.dumps(asdict(replace(self, symmetries=Symmetries(), _directions={}))))
         del found["_directions"]
+        found["symmetries"] = {"dimension": self.symmetries.dimension, "digest": digest(self.symmetries)}
         return {**found, "sharpness": {str(rho): float(self[rho]) for rho in self.rhos}}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:

@@ -19,7 +19,7 @@ from quotient_manifolds.symmetries.certificate import Certification
 from quotient_manifolds.symmetries.slots import real_view
 from quotient_manifolds.weights import pointing_to, weights_of
 
-from .building import build_blocks, divided_out, stacks_of, trainable, warn_of_unknown
+from .building import build_blocks, known, stacks_of, trainable, warn_of_unknown
 from .measures import Measure, PairBlock, get_measure
 from .points import check_points
 
@@ -136,7 +136,7 @@ class GeodesicSAM(Optimizer):
         if symmetries is None and measure.divides:
             warn_of_unknown(model)
         check_points(measure, parameters)
-        stacks = stacks_of(measure, divided_out(model, measure, symmetries, parameters), parameters)
+        stacks = stacks_of(measure, known(model, measure, symmetries).restricted(parameters).of_full_rank(), parameters)
         self._names, self._device = list(parameters), next(iter(parameters.values())).device.type
         dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters.values()))
         self._blocks = build_blocks(measure, parameters, dtype, stacks, {}, {})

@@ -25,7 +25,7 @@ from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certificat
 from quotient_manifolds.weights import is_narrow, pointing_to, weights_of
 
 from .ascent import norm
-from .building import build_blocks, divided_out, divides, stacks_of, trainable, vector_lengths
+from .building import build_blocks, divides, known, stacks_of, trainable, vector_lengths
 from .direction import Direction, NetworkParts
 from .distributed import World
 from .measures import Measure, PairBlock
@@ -166,7 +166,8 @@ class WeightSpace:
             for p in model.parameters()
         )
         self.form: CanonicalForm | None = None
-        self.symmetries = divided_out(model, measure, symmetries, self.parameters, classes=classes)
+        self._known = known(model, measure, symmetries, classes=classes)
+        self.symmetries = self._known.restricted(self.parameters).of_full_rank()
         self._in_order = self._build()
         self._base: dict[str, Tensor] = {} if self.form is None else self.form.values
         self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
@@ -226,13 +227,21 @@ class WeightSpace:
             block.vector_(out, c, at_model=True)
         tensors = {name: out[name].cpu() for name in self.parameters}
         squares = self._parts.squares(self.each(xi))
-        pairs = tuple(p for p in self.symmetries.pairs if divides(self.measure, p))
-        return Direction(self.measure, tensors, self.norm(xi), squares, replace(self.symmetries, pairs=pairs))
+        return Direction(self.measure, tensors, self.norm(xi), squares, self.divided)
 
     @functools.cached_property
-    def _parts(self) -> NetworkParts:  # finding pairs takes seconds, and there are many directions
-        examined = self.examine() if self.given is None else self.given.pairs
-        return NetworkParts(self.model, self.parameters, [*find(self.model).pairs, *examined])
+    def divided(self) -> Symmetries:
+        """The symmetries that are divided out."""
+        pairs = tuple(p for p in self.symmetries.pairs if divides(self.measure, p))
+        return replace(self.symmetries, pairs=pairs)
+
+    @functools.cached_property
+    def _parts(self) -> NetworkParts:
+        if self.measure.divides and self.given is None:
+            pairs = [p for p in self._known.pairs if p.part != "neurons"]
+        else:  # labels, which such a measure does not need otherwise
+            pairs = [*find(self.model).pairs, *(self.examine() if self.given is None else self.given.pairs)]
+        return NetworkParts(self.model, self.parameters, pairs)
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""

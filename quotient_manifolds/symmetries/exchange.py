@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
@@ -40,6 +41,11 @@ def to_json(symmetries: Symmetries) -> str:
     True
     """
     return json.dumps({"schema": SCHEMA, **_encoded(symmetries)}, ensure_ascii=False)
+
+
+def digest(symmetries: Symmetries) -> str:
+    """Return the SHA-256 of symmetries' JSON: which ones a recorded number had divided out."""
+    return hashlib.sha256(to_json(symmetries).encode()).hexdigest()
 
 
 def from_json(text: str) -> Symmetries:

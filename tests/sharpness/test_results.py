@@ -9,6 +9,7 @@ import torch
 
 import sharpness
 from quotient_manifolds.symmetries import ALL, GL, PairStack, Symmetries, find, move_, pair, slot
+from quotient_manifolds.symmetries.exchange import digest
 from quotient_manifolds.symmetries.stacks import coverage
 from sharpness import LayerShare, LayerShares
 from sharpness.direction import PARTS, NetworkParts, _layer
@@ -42,6 +43,9 @@ def test_table_json_and_directions(tmp_path):
     without = sharpness.evaluate(model, [batch], rho=0.1, steps=2, keep_directions=False)
     with pytest.raises(KeyError, match="keep_directions"):
         without.direction(0)
+    assert without.symmetries == find(model).restricted(dict(model.named_parameters()))
+    assert found["symmetries"] == {"dimension": find(model).dimension, "digest": digest(without.symmetries)}
+    assert digest(without.symmetries) != digest(find(model).of_kind(["qk"]))
 
 
 def by_hand(model, result, metric):
