@@ -62,8 +62,8 @@ class ShardedPairs:
     """
 
     def __init__(self, stacks: Iterable[Stack], weights: Mapping[str, Any]) -> None:
-        sharded = [s for s in stacks if any(is_sharded(weights[name]) for name in s.pairs.rows.names)]
-        self._over = {_over(weights[name]) for s in sharded for name in s.pairs.rows.names}
+        sharded = [s for s in stacks if any(is_sharded(weights[run.slot.name]) for run in s.pairs.runs)]
+        self._over = {_over(weights[run.slot.name]) for s in sharded for run in s.pairs.runs}
         if len(self._over) > 1 or any(len(dims) != 1 for _, dims in self._over):
             raise ValueError(
                 "pairs are sharded over several meshes, tensor-parallel, or in part since the optimiser was made; "

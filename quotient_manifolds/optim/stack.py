@@ -46,7 +46,7 @@ class Stack:
         self.given, self.names, self.flipped, self.group = pairs, [p.name for p in pairs], flipped, group
         self.pairs = PairStack([replace(p, G=p.H, H=p.G) if flipped else p for p in pairs])
         self.scale, self.steps, self.state = abs(pairs[0].scale) or 1.0, 0, dict[str, Tensor]()
-        first, dtypes = weights[pairs[0].G[0].name], (weights[name].dtype for name in self.pairs.rows.names)
+        first, dtypes = weights[pairs[0].G[0].name], (weights[run.slot.name].dtype for run in self.pairs.runs)
         self.dtype, self.device = at_least_float32(max(dtypes, key=attrgetter("itemsize"))), first.device
         self.largest = torch.finfo(weights[self.pairs.names[0]].dtype).max
         self.counts = torch.tensor([self.pairs.n, self.pairs.m])[:, None, None]  # of rows
@@ -102,8 +102,9 @@ class Stack:
             self.counts = self.counts.to(self.x[0].device)
         into, views = list[Tensor](), list[Tensor]()
         for slots, x, g in zip(self.slots, self.x, self.g, strict=True):
+            names = [run.slot.name for run in slots.runs]
             found = [checked(run.slot, weights[run.slot.name]) for run in slots.runs]
-            for points, tensors in ((x, found), (g, map(gradients.get, slots.names))):
+            for points, tensors in ((x, found), (g, map(gradients.get, names))):
                 of_rows, of_tensors = slots.views(self._rows(points), tensors)
                 into += of_rows
                 views += of_tensors

@@ -120,7 +120,7 @@ class SymmetricPair:
                 )
         if not self.G or not self.H:
             raise ValueError(f"pair {self.name!r} needs at least one slot in G and one in H")
-        if self.tied:
+        if not set(self.G).isdisjoint(self.H):
             raise ValueError(
                 f"pair {self.name!r}: the same slot is in G and in H (tied weights); only an orthogonal group "
                 "is left, which is not supported; leave the layer out with quotient_manifolds.symmetries.skip"
@@ -140,11 +140,6 @@ class SymmetricPair:
     def slots(self) -> tuple[Slot, ...]:
         """The slots of both factors."""
         return self.G + self.H
-
-    @property
-    def tied(self) -> bool:
-        """Whether a slot is in both factors."""
-        return not set(self.G).isdisjoint(self.H)
 
     @property
     def n(self) -> int:
@@ -189,11 +184,11 @@ class SymmetricPair:
 
     def gather(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Copy weights into one point, (n + m, h), or (h, n + m, 1) for a diagonal group; differentiable."""
-        return self.group.to_point(SlotStack([self.slots]).gather(weights))[0]
+        return SlotStack([self.slots], self.group).gather(weights)[0]
 
     def scatter_(self, x: Tensor, weights: Mapping[str, Tensor]) -> None:
         """Write a point of :meth:`gather`'s shape back into the weights."""
-        SlotStack([self.slots]).scatter_(self.group.from_point(x.unsqueeze(0)), weights)
+        SlotStack([self.slots], self.group).scatter_(x.unsqueeze(0), weights)
 
 
 def name_of(module: str, kind: str, head: int | None, part: str) -> str:

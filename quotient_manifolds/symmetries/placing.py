@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..weights import naming, plain_names, weights_of
-from .pairs import Cause, Claim, merged, refused
-from .slots import renamed
-from .stacks import without_sharing
+from ..weights import is_sharded, naming, plain_names, weights_of
+from .pairs import Cause, Claim, SymmetricPair, merged, refused
+from .slots import Slot, renamed
 
 
 def placing(model: nn.Module) -> Callable[[Iterable[Claim], str], list[Claim]]:
@@ -19,12 +19,12 @@ def placing(model: nn.Module) -> Callable[[Iterable[Claim], str], list[Claim]]:
     plain, name_of = plain_names(model), naming(model)
 
     def placed(claims: Iterable[Claim], path: str) -> list[Claim]:
-        def named(p: Claim) -> Claim:
-            G, H = (set(renamed(side, partial(name_of, path))) for side in (p.G, p.H))
+        rename, found = partial(name_of, path), list[Claim]()
+        for p in claims:
+            G, H = (set(renamed(side, rename)) for side in (p.G, p.H))
             p = p if G.isdisjoint(H) else refused(p, Cause.TIED)
-            return replace(renamed(p, partial(name_of, path)), module=plain(path))
-
-        return list(map(named, claims))
+            found.append(replace(renamed(p, rename), module=plain(path)))
+        return found
 
     return placed
 
@@ -41,6 +41,35 @@ def settled(claims: Iterable[Claim], model: nn.Module) -> list[Claim]:
         found.append(refused(p, Cause.COMPUTED, computed[0]) if computed else p)
     sides = [{i: p for i, p in enumerate(found) if (p.kind == "lora") == lora} for lora in (False, True)]
     for side in sides:
-        for i, p in zip(side, without_sharing(list(side.values()), weights), strict=True):
+        for i, p in zip(side, _without_sharing(list(side.values()), weights), strict=True):
             found[i] = p
     return found
+
+
+def _without_sharing(claims: Sequence[Claim], weights: Mapping[str, Tensor]) -> list[Claim]:
+    """Refuse the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
+    homes: dict[object, list[tuple[int, Slot, Tensor]]] = {}
+    for i, p in enumerate(claims):
+        for s in p.slots if isinstance(p, SymmetricPair) else ():
+            t = weights[s.name]
+            # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
+            if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
+                homes.setdefault((t.untyped_storage().data_ptr(), t.dtype), []).append((i, s, t))
+    shared = {i for slots in homes.values() for i in _sharing_memory(slots)}
+    return [refused(p, Cause.SHARED) if i in shared else p for i, p in enumerate(claims)]
+
+
+def _sharing_memory(slots: Sequence[tuple[int, Slot, Tensor]]) -> Iterator[int]:
+    """Count how many slots, up to two, each number of one memory belongs to; yield the pairs of those with two."""
+    first = slots[0][2]
+    tensors = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for *_, t in slots}
+    for _, s, t in slots:
+        s.of(tensors[t]).add_(1).clamp_(max=2)
+    size = first.untyped_storage().nbytes() // first.element_size()
+    memory = torch.zeros(size, dtype=torch.uint8, device=first.device)
+    places = {t: memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors}
+    for t, count in tensors.items():
+        places[t].add_(count).clamp_(max=2)
+    for i, s, t in slots:
+        if bool((s.of(places[t].contiguous()) != 1).any()):
+            yield i

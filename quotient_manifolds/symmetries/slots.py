@@ -311,19 +311,34 @@ def _runs_of(column: Sequence[Slot], row: int) -> Iterator[Run]:
 
 
 class SlotStack:
-    """The rows of several points, each a list of slots of the same sizes: read and written as few strided views."""
+    """The rows of several points, each a list of slots of the same sizes: read and written as few strided views.
 
-    def __init__(self, points: Sequence[Sequence[Slot]]) -> None:
+    With a group they are read and written as points, see :meth:`GL.to_point`.
+    """
+
+    def __init__(self, points: Sequence[Sequence[Slot]], group: GL | None = None) -> None:
         self.runs: list[Run] = []
         row = 0
         for column in zip(*points, strict=True):
             self.runs.extend(_runs_of(column, row))
             row += column[0].rows
-        self.names = [run.slot.name for run in self.runs]
+        self.group = group
         self.shape = (len(points), row, *self.runs[0].slot.size[2:]) if self.runs else (len(points), 0)
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights, each once."""
+        return tuple(dict.fromkeys(run.slot.name for run in self.runs))
+
     def gather(self, weights: Mapping[str, Tensor], like: Tensor | None = None) -> Tensor:
-        """Copy the rows, (points, rows, h[, 2]), differentiably; absent weights are zeros of the kind of ``like``."""
+        """Copy rows of weights, or of gradients, differentiably; absent weights are zeros of the kind of ``like``.
+
+        Rows are (points, rows, h[, 2]); points are (points, rows, h), or (points, h, rows, 1) for a diagonal group, and
+        complex if the group's field is.
+        """
         columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
             if like is None or run.slot.name in weights:
@@ -331,7 +346,8 @@ class SlotStack:
             else:
                 view = torch.zeros(run.slot.size, dtype=like.dtype.to_real(), device=like.device)
             columns.setdefault(run.rows.start, []).append(view)
-        return torch.cat(list(map(torch.cat, columns.values())), dim=1)
+        rows = torch.cat(list(map(torch.cat, columns.values())), dim=1)
+        return rows if self.group is None else self.group.to_point(rows)
 
     def views(self, rows: Tensor, tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of rows, run by run, and of the weights of the runs, which are given; None counts as zero."""
@@ -347,8 +363,9 @@ class SlotStack:
         return of_rows, of_tensors
 
     @torch.no_grad()
-    def scatter_(self, rows: Tensor, weights: Mapping[str, Tensor]) -> None:
-        """Write rows into the weights, by one call."""
+    def scatter_(self, x: Tensor, weights: Mapping[str, Tensor]) -> None:
+        """Write what :meth:`gather` copies into weights, rounded to their dtype, by one call."""
+        rows = x if self.group is None else self.group.from_point(x)
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
         targets = [weight_of(run.slot, weights) for run in self.runs]

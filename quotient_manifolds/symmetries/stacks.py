@@ -1,23 +1,23 @@
-"""Pairs of equal shape as one batched point, and pairs that share weights."""
+"""Pairs of equal shape as one batched point."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..gauge import canonical_gauge
-from ..weights import is_sharded
-from .pairs import Cause, Claim, SymmetricPair, check_pairs, refused
-from .slots import GL, Slot, SlotStack, masks, weight_of
+from .pairs import SymmetricPair, check_pairs
+from .slots import GL, SlotStack, masks, weight_of
 
 if TYPE_CHECKING:
     from ..manifold import GLQuotientInv, GLQuotientMix
 
 
-class PairStack:
+class PairStack(SlotStack):
     """Pairs of equal shape, group and layout as one batched point; :func:`stacks` sorts a mixed list first.
 
     Parameters
@@ -56,35 +56,27 @@ class PairStack:
     torch.Size([2, 17, 4])
     """
 
+    group: GL
+
     def __init__(self, pairs: Iterable[SymmetricPair]) -> None:
         self.pairs = tuple(check_pairs(pairs))
         if not self.pairs:
             raise ValueError("a PairStack needs at least one pair")
         first = self.pairs[0]
-        self.group: GL = first.group
         for p in self.pairs:
             if (p.group, p.layout, p.metric) != (first.group, first.layout, first.metric):
                 raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape, group or metric; see stacks()")
         self.n, self.m, self.metric = first.n, first.m, first.metric
-        self.rows = SlotStack([p.slots for p in self.pairs])
-        self.runs = self.rows.runs  # the strided views of which the rows consist
-        dropped = (s.name for p in self.pairs for s in p.null)
-        self.names = tuple(dict.fromkeys([*self.rows.names, *dropped]))
+        super().__init__([p.slots for p in self.pairs], first.group)
 
-    def __len__(self) -> int:
-        return len(self.pairs)
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights, each once, including those of dropped slots."""
+        return tuple(dict.fromkeys([*super().names, *(s.name for p in self.pairs for s in p.null)]))
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
         return self.pairs[0].manifold(metric)
-
-    def gather(self, weights: Mapping[str, Tensor], like: Tensor | None = None) -> Tensor:
-        """Copy rows of weights, or of their gradients, into one point, differentiably.
-
-        Weights that are absent are zeros of the dtype and device of ``like``, if that is given. The point is (pairs, n
-        + m, h), or (pairs, h, n + m, 1) for a diagonal group; complex if the group's field is.
-        """
-        return self.group.to_point(self.rows.gather(weights, like))
 
     def canonical(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the canonical representative of every pair of a point, and whether it has one.
@@ -96,10 +88,6 @@ class PairStack:
         unit = (gauge.G * G).sum(-2, keepdim=True).sign() if self.group.positive else 1
         full = gauge.present()[..., -1]
         return torch.where(full[..., None, None], gauge.x * unit, x), full
-
-    def scatter_(self, x: Tensor, weights: Mapping[str, Tensor]) -> None:
-        """Write a point of :meth:`gather`'s shape into weights, rounded to their dtype."""
-        self.rows.scatter_(self.group.from_point(x), weights)
 
 
 def stacks(pairs: Iterable[SymmetricPair], weights: Mapping[str, Tensor]) -> list[PairStack]:
@@ -136,32 +124,3 @@ def coverage(found: Iterable[PairStack], weights: Mapping[str, Tensor]) -> dict[
     """Return, for each of some weights in pairs, which of its entries belong to pairs or were dropped."""
     every = (s for stack in found for p in stack.pairs for s in p.slots + p.null)
     return masks((s for s in every if s.name in weights), weights)
-
-
-def without_sharing(claims: Sequence[Claim], weights: Mapping[str, Tensor]) -> list[Claim]:
-    """Refuse the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
-    homes: dict[object, list[tuple[int, Slot, Tensor]]] = {}
-    for i, p in enumerate(claims):
-        for s in p.slots if isinstance(p, SymmetricPair) else ():
-            t = weights[s.name]
-            # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
-            if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
-                homes.setdefault((t.untyped_storage().data_ptr(), t.dtype), []).append((i, s, t))
-    shared = {i for slots in homes.values() for i in _sharing_memory(slots)}
-    return [refused(p, Cause.SHARED) if i in shared else p for i, p in enumerate(claims)]
-
-
-def _sharing_memory(slots: Sequence[tuple[int, Slot, Tensor]]) -> Iterator[int]:
-    """Count how many slots, up to two, each number of one memory belongs to; yield the pairs of those with two."""
-    first = slots[0][2]
-    tensors = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for *_, t in slots}
-    for _, s, t in slots:
-        s.of(tensors[t]).add_(1).clamp_(max=2)
-    size = first.untyped_storage().nbytes() // first.element_size()
-    memory = torch.zeros(size, dtype=torch.uint8, device=first.device)
-    places = {t: memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors}
-    for t, count in tensors.items():
-        places[t].add_(count).clamp_(max=2)
-    for i, s, t in slots:
-        if bool((s.of(places[t].contiguous()) != 1).any()):
-            yield i

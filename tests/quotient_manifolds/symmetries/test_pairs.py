@@ -29,7 +29,7 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.pairs import merged, refused
-from quotient_manifolds.symmetries.stacks import without_sharing
+from quotient_manifolds.symmetries.placing import _without_sharing
 from quotient_manifolds.weights import weights_of
 
 from ... import architectures, networks
@@ -387,7 +387,7 @@ def test_pairs_with_a_slot_in_common_become_one():
 
 def sharing(pairs, weights):
     """The pairs that are refused because a weight of theirs is used elsewhere."""
-    found = without_sharing(pairs, weights)
+    found = _without_sharing(pairs, weights)
     assert all(p is q for p, q in zip(found, pairs, strict=True) if not isinstance(p, Refusal))
     return {i for i, p in enumerate(found) if isinstance(p, Refusal) and p.cause is Cause.SHARED}
 
