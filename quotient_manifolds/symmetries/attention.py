@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
 
 from .lora import is_lora, lora_factors, lora_obstacle
 from .pairs import Cause, Claim, Refusal, SymmetricPair
-from .slots import GL, PLANES, Slot, outline, part_of, slot
+from .slots import GL, PLANES, Slot, outline, slot
+
+
+def part_of(module: nn.Module, path: str) -> Any:
+    """Return a part of a module by its path, of TorchScript's too."""
+    return attrgetter(path)(module) if path else module
 
 
 @dataclass(frozen=True)

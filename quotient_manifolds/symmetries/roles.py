@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .attention import Heads, Projection, Rows, head_pairs
+from .attention import Heads, Projection, Rows, head_pairs, part_of
 from .pairs import Claim
-from .slots import part_of
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.

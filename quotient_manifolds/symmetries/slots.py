@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -205,11 +205,6 @@ def weight_of(slot: Slot, weights: Mapping[str, Tensor]) -> Tensor:
     if slot.name not in weights:
         raise ValueError(f"there is no weight {slot.name!r}; were these symmetries found in another model?")
     return checked(slot, weights[slot.name])
-
-
-def part_of(module: nn.Module, path: str) -> Any:
-    """Return a part of a module by its path, of TorchScript's too."""
-    return attrgetter(path)(module) if path else module
 
 
 def outline(module: nn.Module, name: str) -> Tensor:
