@@ -352,7 +352,8 @@ def _at_canonical_form(
     assert space.form is not None
     found = space.form.symmetries
     inside_pairs = {name for pair in found.pairs for name in pair.names}  # of a sharded model perhaps a few rows
-    if not found.wired and not inside_pairs.issuperset(space.parameters):
+    told = found.wired or (space.given is not None and bool(space.given.actions))  # or a user knows them
+    if not told and not inside_pairs.issuperset(space.parameters):
         _warn(
             f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
             "its heads and key biases alone, and other symmetries move the result; describe it with "

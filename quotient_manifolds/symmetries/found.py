@@ -114,23 +114,29 @@ class Symmetries:
             out.append(Refusal(a.name, a.kind, cause, ", ".join(why), G=a.slots))
         return replace(self, pairs=tuple(found), refused=tuple(out), actions=tuple(a.among(kept) for a in actions))
 
-    def adding(self, *pairs: SymmetricPair) -> Symmetries:
-        """Add pairs of your own.
+    def adding(self, *more: SymmetricPair | Action) -> Symmetries:
+        """Add pairs of your own, and other symmetries, which are folded after those that are there.
 
         Raises
         ------
+        TypeError
+            One is neither.
         ValueError
-            One has the name of another, or shares numbers with it.
+            One has the name of another, or a pair shares numbers with one.
         """
-        names = {p.name for p in self.claims}
-        for p in check_pairs(pairs):
-            if p.name in names:
-                raise ValueError(f"two pairs are called {p.name!r}; give each of yours another name: pair(…, name=…)")
-            names.add(p.name)
+        from .kinds import Action  # what heads alone do not need
+
+        actions = [s for s in more if isinstance(s, Action)]
+        pairs = check_pairs(s for s in more if not isinstance(s, Action))
+        labels = {s.label for s in self} | {r.name for r in self.refused}
+        for label in [p.label for p in pairs] + [a.label for a in actions]:
+            if label in labels:
+                raise ValueError(f"two symmetries are called {label!r}; give each of yours another name")
+            labels.add(label)
         _check_disjoint(self.pairs, pairs)
         mine = {name for p in pairs for name in p.names}
         left = tuple(r for r in self.refused if r.cause is not Cause.UNNAMED or not _holds(r.module, mine))
-        return replace(self, pairs=(*self.pairs, *pairs), refused=left)
+        return replace(self, pairs=(*self.pairs, *pairs), actions=(*self.actions, *actions), refused=left)
 
     def without_null(self) -> Symmetries:
         """Divide the key biases out too: they add one number to all scores of a query, which softmax ignores.

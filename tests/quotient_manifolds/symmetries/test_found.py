@@ -221,7 +221,7 @@ def test_pairs_of_ones_own():
     with pytest.raises(TypeError, match="pairs must be SymmetricPair objects"):
         found.adding(mine.G)
     for name in (found.pairs[0].name, "mine"):
-        with pytest.raises(ValueError, match=f"two pairs are called '{name}'"):
+        with pytest.raises(ValueError, match=f"two symmetries are called '{name}'"):
             both.adding(dataclasses.replace(mine, module=name))
 
 

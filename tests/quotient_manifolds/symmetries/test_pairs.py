@@ -190,7 +190,7 @@ def test_tied_and_doubled_slots_are_errors():
     twice = SymmetricPair("twice", "qk", GL(2), q, k)
     with pytest.raises(ValueError, match="already belong to pair 'twice'"):
         find(layer).adding(twice, replace(twice, module="again"))
-    with pytest.raises(ValueError, match="two pairs are called 'twice'; give each of yours another name"):
+    with pytest.raises(ValueError, match="two symmetries are called 'twice'; give each of yours another name"):
         find(layer).adding(twice, twice)
     assert find(layer).adding(twice).pairs == (twice,)
     with pytest.raises(ValueError, match="acts on"):

@@ -7,10 +7,23 @@ from enum import Enum
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import parametrizations
 
-from quotient_manifolds.symmetries import ALL, Cause, find, move_
+import sharpness
+from quotient_manifolds.symmetries import (
+    ALL,
+    Cause,
+    canonicalize_,
+    find,
+    from_json,
+    move_,
+    slot,
+    to_json,
+    verify,
+)
 from quotient_manifolds.symmetries.canonical import canonical_form, write_values
+from quotient_manifolds.symmetries.kinds import Scale
 from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import weights_of
 from tests.extent import EXHAUSTIVE
@@ -239,3 +252,39 @@ def test_a_form_names_what_it_holds():
     form = folded(build("bert"))
     assert set(form.constant) <= set(form.values) | {name for a in form.symmetries.actions for name in a.names}
     assert all(mask.dtype == torch.bool and mask.any() for mask in form.constant.values())
+
+
+class Gated(nn.Module):
+    """A vector of gains in front of a linear layer: γ s, W / s."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.linear = nn.Parameter(torch.rand(4) + 0.5), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(self.gain * x)
+
+
+def test_symmetries_of_ones_own_are_folded_moved_verified_and_divided_out():
+    torch.manual_seed(0)
+    model, batch = Gated().double(), (torch.randn(5, 4).double(), torch.arange(5) % 3)
+    unit, columns = slot(model, "gain"), slot(model, "linear.weight")
+    mine, wrong = (Scale("gate", name, unit, (), rows) for name, rows in (("mine", (columns,)), ("wrong", ())))
+    found = find(model).adding(mine)
+    assert verify(model, batch[0], found).ok
+    assert verify(model, batch[0], find(model).adding(wrong)).failures == (wrong,)
+    assert from_json(to_json(found)) == found
+    twin, options = copy.deepcopy(model), {"measure": "complete-inv", "rho": 0.1, "steps": 3, "progress": False}
+    assert move_(twin, found) == {"gate": 1}
+    assert torch.allclose(twin(batch[0]), model(batch[0]))
+    values = [float(sharpness.evaluate(m, [batch], symmetries=found, **options)) for m in (model, twin)]
+    assert values[1] == pytest.approx(values[0], rel=1e-9)
+    with pytest.warns(UserWarning, match="no adapter describes how Gated is wired"):
+        others = [float(sharpness.evaluate(m, [batch], **options)) for m in (model, twin)]
+    assert others[1] != pytest.approx(others[0], rel=1e-3)
+    canonicalize_(twin, found)
+    assert torch.equal(twin.gain, torch.ones(4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="two symmetries are called 'gate: mine'; give each of yours another name"):
+        found.adding(mine)
+    with pytest.raises(TypeError, match="got str"):
+        find(model).adding("gate")
