@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -39,6 +40,13 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
         "rounding": own[f"{DECISIVE[row['collection']]} bits"] - row["loss"],
         **{f"rounding to {k}": v - row["loss"] for k, v in own.items() if k.endswith("bits")},
     }
+
+
+def complete(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Cut the collections to the same number of networks, the first in their order."""
+    numbers = {c: {r["number"] for r in rows if r["collection"] == c} for c in DECISIVE}
+    count = min(next(n for n in itertools.count() if n not in known) for known in numbers.values())
+    return [r for r in rows if r["number"] < count]
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, pd.DataFrame]:
@@ -174,6 +182,7 @@ def gauges(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 def report(rows: Sequence[Mapping[str, Any]], folder: Path, resamples: int = 10_000) -> None:
     """Write tables: the hypothesis, all partial correlations, granulated ones, gauges, and the second trainings."""
+    rows = complete(rows)
     found = tables(rows)
     names = predictors_of(found)
     pairs = list(product(names, TARGETS))
