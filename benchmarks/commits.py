@@ -1,4 +1,4 @@
-"""Cost of a step of the search in the checkout, as a ratio to that of another commit.
+"""Cost of a step of the search, and of optimisers, in the checkout, as a ratio to that of another commit.
 
 Both versions run in one process, in two threads that take turns at every forward pass, so that whatever else the
 machine does meets both. What counts is the processor time of the thread. Imports within functions find the modules of
@@ -106,13 +106,53 @@ def measure(version: Version, me: int, turns: Turns, model: nn.Module, batch: An
     turns.pass_on(me, ended=True)
 
 
+def adapters(count: int, width: int = 768, rank: int = 8) -> nn.Module:
+    """Linear layers with LoRA, each with a gradient."""
+    import peft
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+    config = peft.LoraConfig(r=rank, target_modules=[str(i) for i in range(count)], init_lora_weights=False)
+    model = peft.get_peft_model(layers, config)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) if p.requires_grad else None
+    return model
+
+
+def optimizer_steps(versions: list[Version], rounds: int = 40) -> list[dict[str, Any]]:
+    """Take steps by both versions in turn; the first are not counted."""
+    rows = []
+    for name in ("adam", "muon"):
+        optimizers = []
+        for version in versions:
+            version.install()
+            optim = importlib.import_module("quotient_manifolds.optim")
+            optimizers.append(optim.create_quotient_lora_optimizer(adapters(48), lr=1e-4, optimizer=name))
+            version.times = []
+            version.uninstall()
+        for _ in range(rounds):
+            for version, optimizer in zip(versions, optimizers, strict=True):
+                version.install()
+                began = time.thread_time()
+                optimizer.step()
+                version.times.append(time.thread_time() - began)
+                version.uninstall()
+        ratios = [b / a for a, b in zip(*(v.times[3:] for v in versions), strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows.append({"optimizer": name, "step": round(middle, 3), "step_quartiles": [round(low, 3), round(high, 3)],
+                     "seconds": [round(statistics.median(v.times[3:]), 4) for v in versions]})  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("old", help="commit to compare with")
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--measures", nargs="+", default=list(RADII))
+    parser.add_argument("--measures", nargs="*", default=list(RADII))
+    parser.add_argument("--optimizers", action="store_true", help="measure steps of optimisers instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     root, rows = Path(__file__).resolve().parents[1], []
@@ -120,6 +160,9 @@ def main() -> None:
         archive = subprocess.run(["git", "archive", options.old, *PACKAGES], cwd=root, check=True, capture_output=True)
         subprocess.run(["tar", "-x", "-C", place], input=archive.stdout, check=True)
         versions = [Version(Path(place)), Version(root)]
+        if options.optimizers:
+            write("commits_optimizers", [{"old": options.old, **row} for row in optimizer_steps(versions)])
+            return
         torch.manual_seed(0)
         model = Classifier(options.model).eval()
         batch = torch.randn(options.batch, 3, 224, 224), torch.randint(1000, (options.batch,))
