@@ -11,11 +11,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
-from torch.autograd import forward_ad
 
 from ._geoopt import ScalingInfo, geoopt
-from .linalg import as_count, check_dtype, check_finite, check_tensors, finite, holds, own_precision, pack, root
+from .linalg import (
+    as_count,
+    check_dtype,
+    check_finite,
+    check_tensors,
+    differentiated,
+    finite,
+    holds,
+    own_precision,
+    pack,
+    root,
+    transformed,
+)
 
 C = TypeVar("C", bound=type)
 #: The operations of manifolds whose results are numbers; those that call another one are not looked at twice.
@@ -118,8 +128,7 @@ class _Remembering(geoopt.Manifold):
     def _vector_space(self, x: Tensor, u: Tensor, name: str = "u") -> TangentSpace:
         """Return the tangent space at x for a vector that fits: the last one, if x lives and has not changed since."""
         check_vector(self, x, u, name)
-        by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
-        differentiable = by_transform or (x.requires_grad and torch.is_grad_enabled())
+        differentiable = transformed() or (differentiated(x) and torch.is_grad_enabled())
         last = self._last  # another thread may replace it
         if last is not None and not differentiable:
             reference, copy, space = last
@@ -361,7 +370,7 @@ class QuotientManifold(_Remembering):
         size = tuple(size[0]) if len(size) == 1 and isinstance(size[0], tuple | list) else size
         x = make(tuple(as_count("a size", s, least=0) for s in size), **options)
         self._assert_check_shape(x.shape, "x")
-        return geoopt.ManifoldTensor(x, manifold=self, requires_grad=x.requires_grad)
+        return geoopt.ManifoldTensor(x, manifold=self, requires_grad=differentiated(x))
 
     def _check_point(self, x: Tensor) -> None:
         """Raise a ValueError for a tensor of the right shape that is no point; a subclass adds what it demands."""

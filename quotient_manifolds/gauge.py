@@ -204,7 +204,7 @@ def from_matrix(X: Tensor, h: int) -> Tensor:
 
 def _svd(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the thin singular value decomposition, or raise; some libraries return NaN for one that failed."""
-    if X.requires_grad:
+    if X.grad_fn is not None:
         X = X.view_as(X)
         X.register_hook(_has_derivative)
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)

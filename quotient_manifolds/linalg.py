@@ -57,6 +57,16 @@ def exposed(x: Tensor) -> Tensor:
     return x
 
 
+def differentiated(*tensors: Tensor) -> bool:
+    """Return whether autograd follows one of some tensors."""
+    return any(t.requires_grad for t in tensors)
+
+
+def transformed() -> bool:
+    """Return whether forward mode or a transform of ``torch.func`` is active, of which tensors do not tell."""
+    return forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+
+
 def holds(condition: Tensor) -> bool:
     """Return whether a condition holds everywhere, also in what ``torch.vmap`` hides."""
     return bool((exposed(condition) if _are_functorch_transforms_active() else condition).all())
@@ -203,8 +213,7 @@ def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     present = denominator > 0
     denominator = torch.where(present, denominator, 1)
     X = torch.where(present, B / denominator, 0)
-    by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
-    if by_transform or A1.requires_grad or A2.requires_grad:
+    if transformed() or differentiated(A1, A2):
         for _ in range(3):
             X = torch.where(present, (B - (A1 - D1) @ X - X @ (A2 - D2)) / denominator, 0)
     return X

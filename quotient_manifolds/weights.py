@@ -17,10 +17,11 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from ._geoopt import ManifoldParameter
-from .linalg import at_least_float32, has_double
+from .linalg import at_least_float32, differentiated, has_double
 from .passes import Forward, Run, Shared, Wide, drawing_again, floats, tensors, to_device, widened
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=Tensor)
 #: Attributes of modules that are False meanwhile. Without the second, bitsandbytes packs a layer's 4-bit weights for
 #: inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through the
 #: layer, and its old weights no longer fit. With the third, gradients are sparse and have no derivatives. With the
@@ -84,6 +85,11 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return a model's parameters by their plain names; one of several names is the first."""
     plain = plain_names(model)
     return {plain(name): p for name, p in model.named_parameters()}
+
+
+def trained(weights: Mapping[str, T]) -> dict[str, T]:
+    """Return those of some named weights that are not frozen."""
+    return {name: p for name, p in weights.items() if differentiated(p)}
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

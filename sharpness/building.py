@@ -20,7 +20,7 @@ from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.symmetries.slots import masks
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, Wiring
-from quotient_manifolds.weights import check_whole, is_point, is_sharded, naming, plain_names, weights_of
+from quotient_manifolds.weights import check_whole, is_point, is_sharded, naming, plain_names, trained, weights_of
 
 from .measures import ElementwiseBlock, Measure, PairBlock
 from .points import PointBlock, WeightBlock
@@ -35,7 +35,7 @@ def trainable(model: nn.Module, *, whole: bool = True) -> dict[str, nn.Parameter
     Unless they must be whole, parameters may be sharded by FSDP2.
     """
     check_whole(model, or_rows=not whole)
-    found = {name: p for name, p in weights_of(model).items() if p.requires_grad}
+    found = trained(weights_of(model))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "

@@ -212,7 +212,7 @@ def _with_product(
         slope = sum(
             ((g.conj() * v).real.sum() for v, g in zip(velocity.values(), grads, strict=True)), loss.new_zeros(())
         )
-        twice = torch.autograd.grad(slope, moving, materialize_grads=True) if slope.requires_grad else ()
+        twice = torch.autograd.grad(slope, moving, materialize_grads=True) if slope.grad_fn is not None else ()
         for into, some in ((first, grads), (second, twice)):
             for name, g in zip(velocity, some, strict=False):
                 into[name] = into[name] + g.detach() if name in into else g.detach()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quotient_manifolds.weights import check_model, is_sharded, plain_class, reshard
+from quotient_manifolds.weights import check_model, is_sharded, plain_class, reshard, trained
 
 from .errors import RemoteError
 
@@ -191,11 +191,13 @@ def is_sharded_model(model: nn.Module) -> bool:
 def world_of(model: nn.Module) -> World:
     """Return the processes over which a model is sharded; refuse models that cannot be measured while sharded."""
     mesh: Any = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
-    for name, p in model.named_parameters():
+    weights = dict(model.named_parameters())
+    moving = trained(weights)
+    for name, p in weights.items():
         placements: Sequence[Any] = getattr(p, "placements", ())
         problem = None
         if not is_sharded(p):
-            if p.requires_grad:
+            if name in moving:
                 problem = "is not sharded while others are; call fully_shard on the whole model too, or freeze it"
         elif len(placements) != 1 or not placements[0].is_shard(0):
             problem = f"is sharded as {placements}; only FSDP2 over a mesh of one dimension, in rows, is measured"
@@ -205,7 +207,7 @@ def world_of(model: nn.Module) -> World:
             problem = f"has its shard on {p.device}, not on {mesh.device_type}; measure without an offload policy"
         elif getattr(p, "_post_accumulate_grad_hooks", None):
             problem = "has a hook that runs after every backward pass, such as an optimiser's; remove it first"
-        elif p.requires_grad and p.dtype not in (torch.float32, torch.float64):
+        elif name in moving and p.dtype not in (torch.float32, torch.float64):
             problem = f"is {p.dtype}, in which small changes are lost; convert it to float32 before fully_shard"
         if problem:
             raise ValueError(f"parameter {name!r} {problem}")

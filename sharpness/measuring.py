@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from quotient_manifolds.linalg import finite
+from quotient_manifolds.linalg import differentiated, finite
 from quotient_manifolds.passes import eager, tensors, to_device
 from quotient_manifolds.symmetries import Cause, NotASymmetryError, Refusal, SymmetricPair, Symmetries, find
 from quotient_manifolds.symmetries.examination import examine_model
@@ -217,7 +217,7 @@ class _Seen(TorchFunctionMode):
         while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
             frame = frame.f_back
         if frame is not None:
-            self.hidden = not any(t.requires_grad for t in tensors(frame.f_locals["args"]))
+            self.hidden = not differentiated(*tensors(frame.f_locals["args"]))
         return func(*args, **(kwargs or {}))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.files import naming_pointers
 from quotient_manifolds.passes import Shared, to_device
+from quotient_manifolds.weights import trained, weights_of
 
 from .errors import PICKLED, called, how_to_install, naming, require_extra
 from .losses import IGNORED
@@ -128,7 +129,8 @@ class LoadedModel:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a report says of the model: what was left out of its file, and that some of its weights are frozen."""
-        every, moved = (sum(p.numel() for p in self.model.parameters() if p.requires_grad >= least) for least in (0, 1))
+        weights = weights_of(self.model)
+        every, moved = (sum(p.numel() for p in some.values()) for some in (weights, trained(weights)))
         said = f"{moved:,} of {every:,} weights of the model are measured; the others are frozen"
         return self.left_out if moved == every else (*self.left_out, said)
 

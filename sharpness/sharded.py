@@ -13,7 +13,7 @@ from quotient_manifolds.linalg import finite, in_double
 from quotient_manifolds.optim.sharded import exchange
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, canonical_form
 from quotient_manifolds.symmetries.whole import State
-from quotient_manifolds.weights import is_sharded, reshard, weights_of
+from quotient_manifolds.weights import is_sharded, reshard, trained, weights_of
 
 from .building import build_blocks, stacks_of, vector_lengths
 from .distributed import twin_of, world_of
@@ -58,7 +58,10 @@ class Shards:
         reshard(model)
         self.world, whole = world_of(model), weights_of(model)
         self.of: dict[str, Any] = {name: p for name, p in whole.items() if is_sharded(p)}
-        stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(name, p) for name, p in whole.items()}
+        moving = trained(whole)
+        stand_ins: dict[Tensor, nn.Parameter] = {
+            p: nn.Parameter(self._stand_in(name, p), requires_grad=name in moving) for name, p in whole.items()
+        }
         self.twin = twin_of(model, stand_ins, {})
         self.weights: dict[str, Tensor] = dict(weights_of(self.twin))
         self.owner: dict[str, int] = {}
@@ -66,12 +69,11 @@ class Shards:
     # -- the twin ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _stand_in(self, name: str, p: Any) -> nn.Parameter:
+    def _stand_in(self, name: str, p: Any) -> Tensor:
         if not is_sharded(p):
-            return nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+            return p.detach()
         hollow = p.to_local().detach().new_zeros(()).expand(p.shape)  # the whole shape, without memory
-        data = self.whole(name, p.to_local()) if p.dim() < 2 else hollow
-        return nn.Parameter(data, requires_grad=p.requires_grad)
+        return self.whole(name, p.to_local()) if p.dim() < 2 else hollow
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -122,11 +124,11 @@ class Shards:
             rank = load.index(min(load))
             load[rank] += sum(sizes[name] for name in one)
             self.owner.update((name, rank) for name in one)
-        start = {name: values.get(name, self.local(name)) for name in self.of}
+        start, moving = {name: values.get(name, self.local(name)) for name in self.of}, trained(self.weights)
         for name, whole in self.collect(start).items():
             self.weights[name].data = whole
         for name, rows in start.items():
-            if name not in self.owner and self.weights[name].requires_grad:
+            if name not in self.owner and name in moving:
                 self.weights[name].data = rows.clone() if name not in values else rows
 
     def collect(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -269,7 +271,7 @@ class ShardedSpace(WeightSpace):
         FSDP2 leaves gradients in ``.grad`` alone, which is put back afterwards.
         """
         with ExitStack() as stack:
-            for p in (p for p in self.model.parameters() if p.requires_grad):
+            for p in map(self._shards.of.__getitem__, self.parameters):
                 stack.callback(setattr, p, "grad", p.grad)
                 p.grad = None
             for loss in losses:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.linalg import at_least_float32, differentiated
 from quotient_manifolds.symmetries import (
     CanonicalForm,
     PairStack,
@@ -299,7 +299,7 @@ class WeightSpace:
         """Return the gradient of the sum of losses with respect to the weights that get one, by name."""
         moving, total = list(self.parameters.values()), dict[str, Tensor]()
         for loss in losses:  # one after the other, so that a generator needs the memory of only one of them
-            gradients = torch.autograd.grad(loss, moving, allow_unused=True) if loss.requires_grad else ()
+            gradients = torch.autograd.grad(loss, moving, allow_unused=True) if differentiated(loss) else ()
             for name, g in zip(self.parameters, gradients, strict=False):
                 if g is not None:  # it may share memory and must not be written to
                     g = g.to_dense() if g.is_sparse else g

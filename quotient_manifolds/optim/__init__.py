@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import adapter_of, adapter_pairs, is_lora
 from ..symmetries.pairs import SymmetricPair, check_pairs
-from ..weights import naming, weights_of
+from ..weights import naming, trained, weights_of
 from .base import QuotientOptimizer
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
 from .pairs import alone
@@ -89,12 +89,12 @@ def create_quotient_lora_optimizer(
     True
     """
     chosen = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-    found, weights = adapter_pairs(model, chosen), weights_of(model).items()
-    trained = {k: p for k, p in weights if p.requires_grad and (not chosen or adapter_of(k) in (None, *chosen))}
-    left = found.restricted(trained)
-    if not left.pairs and not alone(left.refused, trained):
+    found, weights = adapter_pairs(model, chosen), trained(weights_of(model)).items()
+    moving = {name: p for name, p in weights if not chosen or adapter_of(name) in (None, *chosen)}
+    left = found.restricted(moving)
+    if not left.pairs and not alone(left.refused, moving):
         raise ValueError(f"the model has no LoRA adapter of peft with two trainable factors{_no_adapter(model)}")
-    return _create(model, found, trained, optimizer, {"lr": lr, **options})
+    return _create(model, found, moving, optimizer, {"lr": lr, **options})
 
 
 def create_quotient_optimizer(
@@ -140,7 +140,7 @@ def create_quotient_optimizer(
     >>> optimizer.state_dict()["pairs"]
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
-    trained = {name: p for name, p in weights_of(model).items() if p.requires_grad}
+    moving = trained(weights_of(model))
     if symmetries is None:
         from ..symmetries.discovery import find  # classes of attention, which adapters do not need
         from ..symmetries.registry import unknown_attention
@@ -151,12 +151,12 @@ def create_quotient_optimizer(
                 f"attention of classes that are not known here ({names}) forms no pair until it is examined on a "
                 "batch: pass symmetries=find(model, batch).without_null()"
             )
-            if not symmetries.restricted(trained).pairs:
+            if not symmetries.restricted(moving).pairs:
                 raise ValueError(advice)
             warnings.warn(f"AdamW trains parts of the model: {advice}", stacklevel=2)
     if not isinstance(symmetries, Symmetries):
         symmetries = Symmetries(tuple(check_pairs(symmetries)))
-    return _create(model, symmetries, trained, optimizer, {"lr": lr, **options})
+    return _create(model, symmetries, moving, optimizer, {"lr": lr, **options})
 
 
 def _no_adapter(model: nn.Module) -> str:
@@ -183,7 +183,7 @@ def _hidden(model: nn.Module, symmetries: Symmetries) -> set[str]:
 
 
 def _create(
-    model: nn.Module, symmetries: Symmetries, trained: Mapping[str, Tensor], kind: str, options: dict[str, Any]
+    model: nn.Module, symmetries: Symmetries, moving: Mapping[str, Tensor], kind: str, options: dict[str, Any]
 ) -> QuotientOptimizer:
     """Make parameter groups: pairs, other matrices, vectors and biases, which do not decay, and matrices for Muon."""
     if type(model).__name__ == "DeepSpeedEngine":
@@ -197,7 +197,7 @@ def _create(
         raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
     if rate is None:  # Muon's best rate for the rest was that of the pairs (docs/results/pretraining.md)
         rate = lr if others == "muon" else lr * OPTIMIZERS[kind].rest
-    mine = {name for p in symmetries.restricted(trained).pairs for name in p.names}
+    mine = {name for p in symmetries.restricted(moving).pairs for name in p.names}
     hidden = _hidden(model, symmetries) if others == "muon" else ()
     groups: list[dict[str, Any]] = [
         {"lr": lr, "rest": rate / lr if lr else 1.0},
@@ -205,7 +205,7 @@ def _create(
         {"lr": rate, "weight_decay": 0.0},
         {"lr": rate, "others": "Muon", "adjust_lr_fn": "match_rms_adamw"},
     ]
-    for name, w in trained.items():
+    for name, w in moving.items():
         # Matrices have one row, too, and kernels several sizes; magnitudes of DoRA's convolutions are vectors.
         vector = name.endswith("bias") or (w.dim() != 2 and sum(size > 1 for size in w.shape) < 2)
         group = groups[0 if name in mine else 3 if name in hidden else 2 if vector else 1]

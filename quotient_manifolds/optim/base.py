@@ -23,7 +23,7 @@ from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
 from ..symmetries.pairs import Cause, Claim, SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from ..weights import is_sharded, weights_of
+from ..weights import is_sharded, trained, weights_of
 from .metric import StepMetric, on_cpu, trace, wide
 from .pairs import REPLACED, Layer, alone, check_places, explain, group_of, named, orientation, reasons, unwrapped
 from .sharded import ShardedPairs, cut, full
@@ -126,8 +126,8 @@ class QuotientOptimizer(Optimizer):
             g["param_names"] = unwrapped(g["param_names"], known)
         weights = self._weights()
         home = {name: i for i, g in enumerate(self.param_groups) for name in g["param_names"]}
-        trained = {name: p for name, p in weights.items() if p.requires_grad}
-        found, taken = given.restricted(trained), {s: p.name for p in old for s in p.slots}
+        moving = trained(weights)
+        found, taken = given.restricted(moving), {s: p.name for p in old for s in p.slots}
         left, chosen = list(found.refused), dict[tuple[Any, ...], list[SymmetricPair]]()
         for pair in (p for p in found.pairs if taken.keys().isdisjoint(p.slots)):
             group, flipped = group_of(pair, home, weights), orientation(pair, weights)
@@ -149,7 +149,7 @@ class QuotientOptimizer(Optimizer):
             own = {p: name for name, p in weights.items()}
             layers = ((layer, name, own.get(B)) for layer, name, B in lora_layers(self._within))
             self._layers = [(layer, name, scales.get(B)) for layer, name, B in layers if B is not None]
-        left = alone(left, {k: p for k, p in trained.items() if k not in self._covered or k in self._partly})
+        left = alone(left, {k: p for k, p in moving.items() if k not in self._covered or k in self._partly})
         if not self._stacks and not any(p.kind == "lora" for p in left):
             why = f" ({reasons(left)})" if left else ""
             raise ValueError(

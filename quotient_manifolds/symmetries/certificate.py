@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg import at_least_float32, in_double, standard_normal
+from ..linalg import at_least_float32, differentiated, in_double, standard_normal
 from ..passes import Run
 from .pairs import Cause, SymmetricPair
 from .slots import random_elements
@@ -238,7 +238,7 @@ def output_gradients(run: Run, weights: Mapping[str, Tensor], generator: torch.G
     for p in weights.values():
         p.requires_grad_()
         p.grad = None
-    outputs = [t for t in run() if t.requires_grad]
+    outputs = list(filter(differentiated, run()))
     draws = [standard_normal(tuple(t.shape), t, generator) for t in outputs]
     for t, draw in zip(outputs, draws, strict=True):  # a model may keep a part of the graph that it has made once
         (t * draw).sum().backward(retain_graph=True)

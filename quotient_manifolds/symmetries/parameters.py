@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from .._geoopt import ManifoldParameter
 from ..manifold import MANIFOLDS
-from ..weights import check_model, check_whole, weights_of
+from ..weights import check_model, check_whole, trained, weights_of
 from .discovery import find
 from .found import Symmetries, check_symmetries
 from .points import FromPoints, Point, computed_weights
@@ -72,9 +72,9 @@ def manifold_parameters_(
         raise ValueError(f'metric must be "inv" or "mix", got {metric!r}')
     weights, symmetries = weights_of(model), find(model) if symmetries is None else symmetries
     check_symmetries(symmetries)
-    trained = symmetries.restricted(name for name, p in weights.items() if p.requires_grad).of_full_rank()
+    moving = symmetries.restricted(trained(weights)).of_full_rank()
     # A dropped key bias stays a parameter.
-    found = stacks([replace(p, null=()) for p in trained.pairs if p.metric is None], weights)
+    found = stacks([replace(p, null=()) for p in moving.pairs if p.metric is None], weights)
     if not found:
         raise ValueError(f"{type(model).__name__} has no symmetric pair that could become a point")
     points = {s: ManifoldParameter(s.gather(weights), manifold=s.manifold(metric)) for s in found}

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..passes import eager, tensors
-from ..weights import ByClass, is_sharded, plain_class, plain_names
+from ..weights import ByClass, is_sharded, plain_class, plain_names, trained, weights_of
 from .attention import Heads
 from .found import Symmetries, check_symmetries
 from .lora import is_lora
@@ -129,8 +129,8 @@ def candidates(model: nn.Module, covered: Collection[nn.Module] | None = None) -
 def unknown_attention(model: nn.Module) -> str:
     """Name the classes of trainable attention that no handler knows; adapters on frozen weights do not count."""
     found = candidates(model).values()
-    trained = [m for m in found if any(p.requires_grad for n, p in m.named_parameters() if "lora_" not in n)]
-    return ", ".join(sorted({type(m).__name__ for m in trained}))
+    moving = [m for m in found if any("lora_" not in name for name in trained(weights_of(m)))]
+    return ", ".join(sorted({type(m).__name__ for m in moving}))
 
 
 class UnknownAttentionError(ValueError):

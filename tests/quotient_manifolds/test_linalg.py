@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 import sharpness
-from quotient_manifolds.linalg import column_rank_ratio, finite, largest, power_of_two, root, sylvester
+from quotient_manifolds.linalg import (
+    column_rank_ratio,
+    differentiated,
+    finite,
+    largest,
+    power_of_two,
+    root,
+    sylvester,
+    transformed,
+)
 from quotient_manifolds.passes import default_forward, tensors, to_device, tree_map
 from quotient_manifolds.symmetries import verify
 from tests import networks
@@ -83,6 +92,17 @@ def test_sylvester_gives_zero_for_zero_over_zero():
     A = torch.diag(torch.tensor([1.0, 0.0]))
     X = sylvester(A, A, torch.tensor([[2.0, 3.0], [4.0, 0.0]]))
     torch.testing.assert_close(X, torch.tensor([[1.0, 3.0], [4.0, 0.0]]))
+
+
+def test_autograd_and_transforms_are_told_apart():
+    leaf, plain = torch.ones(2, requires_grad=True), torch.ones(2)
+    assert [differentiated(x) for x in (leaf, 2 * leaf, plain, leaf.detach())] == [True, True, False, False]
+    assert differentiated(plain, leaf)
+    assert not differentiated()
+    seen = []
+    look = lambda x: (seen.append((differentiated(x), transformed())), x.sum())[1]  # noqa: E731
+    look(plain), torch.func.vmap(look)(plain), torch.func.grad(look)(plain), torch.func.jvp(look, (plain,), (plain,))
+    assert seen == [(False, False), (False, True), (True, True), (False, True)]
 
 
 def test_rank_ratio():

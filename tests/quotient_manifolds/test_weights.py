@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds.passes import Wide, record, widened
 from quotient_manifolds.symmetries import find, verify
-from quotient_manifolds.weights import first_names, plain_names, pointing_to, preserve_model_state, weights_of
+from quotient_manifolds.weights import first_names, plain_names, pointing_to, preserve_model_state, trained, weights_of
 
 
 class Own(nn.MultiheadAttention):
@@ -216,6 +216,16 @@ def test_names_are_those_of_the_plain_model():
     both = nn.ModuleDict({"module": nn.Linear(2, 3), "head": nn.Linear(3, 2)})  # a layer that is called so
     assert list(weights_of(both)) == [name for name, _ in both.named_parameters()]
     assert plain_names(both)("module.weight") == "module.weight"
+
+
+def test_what_is_trained_is_what_autograd_differentiates():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2).requires_grad_(False), nn.BatchNorm1d(2))
+    model[0].bias.requires_grad_(False)
+    for outer in (model, wrapped(model)):
+        moving = trained(weights_of(outer))
+        assert list(moving) == ["0.weight", "2.weight", "2.bias"]
+        model(torch.randn(4, 2)).square().sum().backward()
+        assert set(moving.values()) == {p for p in model.parameters() if p.grad is not None}
 
 
 def test_tied_weights_have_the_first_name():
