@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._geoopt import ScalingInfo, geoopt
 from .linalg import (
+    NotFiniteError,
     as_count,
     check_dtype,
     check_finite,
@@ -376,7 +377,7 @@ class QuotientManifold(_Remembering):
         """Raise a ValueError for a tensor of the right shape that is no point; a subclass adds what it demands."""
         check_dtype(self, x, self._complex_allowed)
         if not finite(x):
-            raise ValueError(
+            raise NotFiniteError(
                 f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the "
                 "learning rate is too high"
             )

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import as_count, check_dtype, check_tensors, finite, holds, largest, own_precision, pack, power_of_two
+from .linalg import (
+    NotFiniteError,
+    as_count,
+    check_dtype,
+    check_tensors,
+    finite,
+    holds,
+    largest,
+    own_precision,
+    pack,
+    power_of_two,
+)
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0
@@ -139,7 +150,7 @@ def gauge_in_units(G: Tensor, H: Tensor) -> tuple[Gauge, Tensor | None]:
     if holds((sizes > 1 / _ORDINARY) & (sizes < _ORDINARY)):
         return _gauge(G, H), None
     if not holds(sizes.isfinite()):
-        raise ValueError(f"the pair of shapes {tuple(G.shape)}, {tuple(H.shape)} has NaN or infinite entries")
+        raise NotFiniteError(f"the pair of shapes {tuple(G.shape)}, {tuple(H.shape)} has NaN or infinite entries")
     size_G, size_H = power_of_two(sizes.sqrt())  # of its root, so that the root of their product is one too
     gauge, turn = _gauge(G / size_G / size_G, H / size_H / size_H), size_G / size_H
     return Gauge(gauge.x, gauge.n, gauge.sigma, gauge.A * turn, gauge.A_inv / turn), size_G * size_H
@@ -193,7 +204,7 @@ def from_matrix(X: Tensor, h: int) -> Tensor:
     if X.dim() < 2 or not 1 <= h <= min(X.shape[-2:]):
         raise ValueError(f"a matrix of shape {tuple(X.shape)} has no point of rank {h}")
     if not finite(X):
-        raise ValueError(f"the matrix of shape {tuple(X.shape)} has NaN or infinite entries")
+        raise NotFiniteError(f"the matrix of shape {tuple(X.shape)} has NaN or infinite entries")
     unit = power_of_two(largest(X).sqrt())
     U, sigma, Vh = _svd(X / unit / unit)
     sigma = sigma[..., :h]

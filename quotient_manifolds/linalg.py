@@ -21,6 +21,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
+class NotFiniteError(ValueError):
+    """Numbers are NaN or infinite."""
+
+
 def own_precision(function: F, finite_result: bool = False) -> F:
     """Let a function compute in the dtype of its arguments, because autocast would round products to half precision.
 
@@ -41,7 +45,7 @@ def own_precision(function: F, finite_result: bool = False) -> F:
                 check_finite(given["self"], given[name], name)
             if not all(finite(a) for a in given.values() if isinstance(a, Tensor)):
                 return result
-        raise ValueError(
+        raise NotFiniteError(
             f"{given['self']}: {function.__name__} gives numbers that its dtype does not hold, or a decomposition has "
             "failed; rescale the point or the vector, or use float64; in an optimisation the learning rate is too high"
         )
@@ -109,7 +113,7 @@ def check_dtype(who: object, x: Tensor, allow_complex: bool = True) -> None:
 def check_finite(who: object, u: Tensor, name: str = "u") -> None:
     """Raise for a vector that is not finite."""
     if not finite(u):
-        raise ValueError(
+        raise NotFiniteError(
             f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
             "gradient, check the loss, or lower the learning rate"
         )

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
+from quotient_manifolds.linalg import NotFiniteError
 from quotient_manifolds.testing import check_manifold
 from tests.broken_manifolds import Base
 from tests.extent import EXHAUSTIVE
@@ -164,6 +165,24 @@ def test_nan_is_no_pass(method):
     manifold = type("Spoilt", (Base,), {**spoilt, "__scaling__": Base.__scaling__.copy()})(5, 4)
     x = manifold.random(9, 2)
     assert not check_manifold(manifold, x).ok
+
+
+def test_an_error_is_reported_for_its_cause_and_not_for_its_words():
+    """Of results that are not finite; any other one is the manifold's own."""
+    x = Base(5, 4).random(9, 2)
+
+    def spoilt(error):
+        def dist(self, x, y, *, keepdim=False):
+            raise error
+
+        return type("Spoilt", (Base,), {"dist": dist, "__scaling__": Base.__scaling__.copy()})(5, 4)
+
+    words = "has NaN or infinite entries"
+    for error in (NotFiniteError(words), NotFiniteError("too large")):
+        assert [c.name for c in check_manifold(spoilt(error), x).failures] == [f"results are finite: {error}"]
+    for error in (ValueError(words), ValueError("too large")):
+        with pytest.raises(ValueError, match=str(error)):
+            check_manifold(spoilt(error), x)
 
 
 def test_bad_input():
