@@ -269,7 +269,7 @@ def test_names_are_told_apart():
     ):
         QuotientAdam(trained(one) + trained(two), adapter_pairs(one))
     both = nn.ModuleList([one, two])
-    with pytest.raises(ValueError, match="two symmetries are called 'mine'; give each of yours another name"):
+    with pytest.raises(ValueError, match="two pairs are called 'mine'; give each of yours another name"):
         QuotientAdam(both.named_parameters(), [replace(p, module="mine", part="") for p in adapter_pairs(both).pairs])
 
 
