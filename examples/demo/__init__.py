@@ -6,6 +6,7 @@ It is installed as ``sharpness.demo``, for the command ``sharpness demo``. Needs
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     if numbers.exists() and '"output_change"' not in numbers.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"{numbers}, which the numbers would replace, is not from a demo; choose another picture")
     train(model, x_train, y_train, seed=seed, progress=progress)
-    canonicalize_(model, classes=True)  # where the moves start, so that a factor shows its move only
+    # Where the moves outside heads start, so that a factor shows its move only.
+    canonicalize_(model, replace(find(model, kinds=ALL, classes=True), pairs=()))
     before = _log_probabilities(model, x_test)
     right_in_test = float((before.argmax(1) == y_test).double().mean())
     right = float((_log_probabilities(model, x_train).argmax(1) == y_train).double().mean())
