@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -92,30 +90,6 @@ def test_it_holds_names_and_numbers_and_no_module(name):
     assert kinds <= {Symmetries, SymmetricPair, Refusal, Slot, GL, Cause, str, int, float, bool, type(None)}
     assert {Symmetries, SymmetricPair, Slot, GL} <= kinds
     assert [f.name for f in dataclasses.fields(Slot)] == ["name", "shape", "offset", "size", "stride"]
-
-
-def test_another_process_reads_it_without_the_model(tmp_path):
-    """It imports no model, and moves a checkpoint along the orbits."""
-    model, x = encoder(), torch.randn(2, 5, 8)
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    (tmp_path / "found").write_bytes(pickle.dumps(find(model)))
-    program = """
-import pickle, sys, torch
-from quotient_manifolds.symmetries import stacks
-from quotient_manifolds.symmetries.certificate import move_stacks_
-weights, found = torch.load("weights.pt"), pickle.load(open("found", "rb"))
-move_stacks_(stacks(found.pairs, weights), weights, 10.0, 0)
-torch.save(weights, "weights.pt")
-print(hash(found.pairs[0].slots) != 0, "quotient_manifolds.symmetries.registry" in sys.modules)
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, encoding="utf-8", check=True
-    )
-    assert ran.stdout.split() == ["True", "False"]
-    twin = copy.deepcopy(model)
-    twin.load_state_dict(torch.load(tmp_path / "weights.pt"))
-    assert (twin.self_attn.in_proj_weight - model.self_attn.in_proj_weight).abs().max() > 0.1
-    torch.testing.assert_close(twin(x), model(x), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
