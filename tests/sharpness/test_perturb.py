@@ -17,6 +17,7 @@ from quotient_manifolds import passes
 from quotient_manifolds import weights as module
 from sharpness import curvature, models, plots
 from tests import networks
+from tests.extent import EXHAUSTIVE
 from tests.snapshots import ALL, assert_same, snapshot
 
 
@@ -376,10 +377,11 @@ def same(one, two):
     return len(one) == len(two) and all(map(same, one, two)) if isinstance(one, (list, tuple)) else one == two
 
 
-def interrupted(run, moment, seen=None):
-    """Raise KeyboardInterrupt at the given bytecode, counted from the first clean-up on; whether it was reached.
+def interrupted(run, moment, seen=None, begin=("put_back", "restore")):
+    """Raise KeyboardInterrupt at the given bytecode; whether it was reached.
 
-    ``seen`` lists the names of the functions to which the bytecodes belong.
+    Bytecodes are counted from the first function of the names ``begin`` on, by default the first clean-up. ``seen``
+    lists the names of the functions to which they belong.
     """
     seen, begun = [] if seen is None else seen, False
 
@@ -388,7 +390,7 @@ def interrupted(run, moment, seen=None):
         if not frame.f_code.co_filename.endswith(OURS):
             return None
         if not begun:
-            if frame.f_code.co_name not in ("put_back", "restore"):
+            if frame.f_code.co_name not in begin:
                 return None
             begun, caller = True, frame
             while caller := caller.f_back:  # what is left of those that wait for it belongs to the clean-up
@@ -414,9 +416,9 @@ def interrupted(run, moment, seen=None):
 
 
 def test_an_interrupt_at_every_bytecode_of_the_clean_up():
-    """And, by the way, at every seventh between that of the first copy of the weights and the last one."""
+    """And, by the way, at some between that of the first copy of the weights and the last one."""
     model, batches = small()
-    before, seen = state(model), []
+    before, seen, end = state(model), [], []
 
     def run():
         sharpness.evaluate(model, batches, measure="adaptive", rho=0.1, steps=1, progress=False)
@@ -426,11 +428,16 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
     last = len(seen) - seen[::-1].index("missing")  # what is done for every batch ends with this method of Evidence
     assert seen[last:].count("put_back") > 50
     assert seen[last:].count("restore") > 200  # of one whole clean-up; after it the second has nothing left to do
-    moment = 1
-    while interrupted(run, moment):
+    for moment in range(1, last, 7 if EXHAUSTIVE else 41):
+        assert interrupted(run, moment)
         assert same(state(model), before), f"bytecode {moment}"
-        moment += 1 if moment >= last else 7
-    assert moment >= len(seen)
+    interrupted(run, 0, end, ("missing",))  # the same bytecodes, without watching all that come before
+    assert end[last - len(seen) :] == seen[last:]
+    moment = len(end) - (len(seen) - last)
+    while interrupted(run, moment, None, ("missing",)):
+        assert same(state(model), before), f"bytecode {moment} of the end"
+        moment += 1
+    assert moment >= len(end)
 
 
 def test_one_clean_up_alone_would_not_do(monkeypatch):
