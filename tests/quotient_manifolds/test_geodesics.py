@@ -19,14 +19,17 @@ from quotient_manifolds import (
     canonical_gauge,
 )
 from tests import oracle
+from tests.extent import checkered
 from tests.geodesics import METRICS, field, metric, problem
 
 # -- geodesic ---------------------------------------------------------------------------------------------------------
 
 
-@metric
-@field
-@pytest.mark.parametrize("shape", [(7, 5, 3), (4, 6, 1), (3, 8, 3), (3, 3, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    checkered(METRICS, (torch.float64, torch.complex128), ((7, 5, 3), (4, 6, 1), (3, 3, 3), (3, 8, 3))),
+    ids=str,
+)
 def test_expmap_against_integration(name, dtype, shape):
     manifold, x, u = problem(name, *shape, dtype=dtype)
     expected = oracle.geodesic(name, shape[0], x, u)

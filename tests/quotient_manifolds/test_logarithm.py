@@ -17,16 +17,18 @@ from quotient_manifolds.metrics import INV
 from quotient_manifolds.tangent import GLTangentSpace
 from reproduction.alignment import align
 from tests import oracle
-from tests.extent import EXHAUSTIVE
+from tests.extent import EXHAUSTIVE, checkered
 from tests.geodesics import METRICS, field, metric, problem
 from tests.points import MANIFOLDS, metrics
 
 # -- logarithm --------------------------------------------------------------------------------------------------------
 
 
-@metric
-@field
-@pytest.mark.parametrize("shape", [(7, 5, 3), (4, 6, 1), (3, 3, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    checkered(METRICS, (torch.float64, torch.complex128), ((7, 5, 3), (4, 6, 1), (3, 3, 3))),
+    ids=str,
+)
 def test_logarithm_inverts_the_exponential(name, dtype, shape):
     manifold, x, u = problem(name, *shape, dtype=dtype, batch=(2,))
     u = u * (1.0 if name == "inv" else 0.5)

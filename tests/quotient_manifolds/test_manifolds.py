@@ -18,7 +18,7 @@ from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from quotient_manifolds.base import TangentSpace
 from quotient_manifolds.manifold import GLQuotient
 from quotient_manifolds.metrics import MIX
-from tests.extent import EXHAUSTIVE
+from tests.extent import EXHAUSTIVE, checkered
 from tests.points import ALL, MANIFOLDS, carry, close, metrics, two_points
 
 # -- base -------------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def scaled(request):
     return request.param
 
 
-@pytest.fixture(params=[1, 2, 3, 4, 5] if EXHAUSTIVE else [1, 2])
+@pytest.fixture(params=[1, 2, 3, 4, 5] if EXHAUSTIVE else [1])
 def seed(request):
     torch.manual_seed(request.param)
 
@@ -249,9 +249,11 @@ optimisers = pytest.mark.parametrize(("optimiser", "options"), OPTIMISERS, ids=l
 manifolds = pytest.mark.parametrize("manifold", [GLQuotientInv(8, 6), GLQuotientMix(8, 6)], ids=repr)
 
 
-@optimisers
-@manifolds
-def test_optimisers_converge(optimiser, options, manifold):
+@pytest.mark.parametrize(
+    ("method", "manifold"), checkered(OPTIMISERS, (GLQuotientInv(8, 6), GLQuotientMix(8, 6))), ids=str
+)
+def test_optimisers_converge(method, manifold):
+    optimiser, options = method
     target, start = low_rank_problem()
     steps = 300 if isinstance(manifold, GLQuotientMix) else 650
     assert descend(optimiser, manifold, start, target, steps, enough=1e-6, **options)[1] < 1e-6
@@ -355,7 +357,8 @@ def test_operations_are_homogeneous(manifold, name, dtype):
     *arguments, covector = case_of(manifold)
     mix = manifold.metric in ("mix", MIX)
     exact, info = operation(*arguments, covector), torch.finfo(dtype)
-    for p, q in itertools.product(SIZES[dtype], repeat=2):
+    # In float32, which is computed in float64, unequal factors only now and then.
+    for p, q in (checkered if dtype == torch.float32 else itertools.product)(SIZES[dtype], SIZES[dtype]):
         expected = exact if exact.dim() == 0 else sized(manifold, exact, p, q)
         for factor in (p, q) * abs(power) * mix:
             expected = expected * factor if power > 0 else expected / factor

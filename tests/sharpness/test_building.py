@@ -27,7 +27,7 @@ from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
 from sharpness.building import trainable, vector_lengths
 from tests import architectures, networks
-from tests.extent import EXHAUSTIVE
+from tests.extent import EXHAUSTIVE, checkered, share
 from tests.whole_networks import BACKBONES, build, headed, heads, inputs, loss
 
 
@@ -55,9 +55,14 @@ def still_and_moved(family):
     return build(family), moved(family)
 
 
-@pytest.mark.parametrize("geodesic", ["second-order", "exact"])
-@pytest.mark.parametrize("family", ["vit", "bert", "llama", "gpt2-untied", "llama-tied", "distilbert"])
-@pytest.mark.parametrize("measure", ["complete-inv", "complete-mix"])
+@pytest.mark.parametrize(
+    ("family", "measure", "geodesic"),
+    checkered(
+        ("vit", "bert", "llama", "gpt2-untied", "llama-tied", "distilbert"),
+        ("complete-inv", "complete-mix"),
+        ("second-order", "exact"),
+    ),
+)
 def test_the_complete_measures_see_no_symmetry(family, measure, geodesic):
     """Pre-norm and post-norm LayerNorm, RMSNorm with SwiGLU and grouped queries, tied and untied, ReLU."""
     measure, (model, twin) = get_measure(measure, geodesic=geodesic), still_and_moved(family)
@@ -431,7 +436,7 @@ def test_lengths_at_a_users_own_pairs(positive):
 
 
 @pytest.mark.filterwarnings("ignore:no adapter describes")
-@pytest.mark.parametrize("name", UNWIRED)
+@pytest.mark.parametrize("name", share(UNWIRED, 2))
 def test_moves_of_heads_change_nothing_without_a_wiring(name):
     """A bias of an output projection had the length of its row, which depends on the heads' representative."""
     model, batch = architectures.transformers_model(name, "eager")
@@ -476,8 +481,9 @@ def test_symmetries_that_frozen_weights_break_are_remarked(what):
     )
 
 
-@pytest.mark.parametrize(("family", "name"), NETWORKS)
+@pytest.mark.parametrize(("family", "name"), share(NETWORKS, 2))
 def test_no_move_of_a_wired_network_changes_the_measure(family, name):
+    """test_architectures moves every one of them."""
     model, batch = headed(family, name)
     twin, softmax = copy.deepcopy(model), "labels" in batch
     assert move_(twin, find(twin, kinds=ALL, classes=softmax), condition=30.0)

@@ -15,6 +15,7 @@ from sharpness import plots, points
 from sharpness.space import WeightSpace
 from tests import networks
 
+from ..extent import share
 from ..manifolds import CASES, Problem, data_of, dense_basis, loss, oracle, point, real, retraction
 
 NAMES = pytest.mark.parametrize("name", CASES)
@@ -53,7 +54,7 @@ def check_worst(name, ascent="power"):
     assert (distance <= most * (1 + 1e-6)) == (name not in OTHER_DISTANCE)
 
 
-@NAMES
+@pytest.mark.parametrize("name", share(CASES, 2))
 def test_worst_loss_is_that_of_the_oracle_on_the_manifold_and_in_the_ball(name):
     check_worst(name)
 
@@ -109,7 +110,7 @@ def coordinates(problem, data):
     return (slope(near) + slope(-near)) / 2, torch.stack([(a - b) / (2 * h) for a, b in sides])
 
 
-@NAMES
+@pytest.mark.parametrize("name", share(CASES, 2, 1))
 def test_gradient_and_hessian_are_those_in_an_orthonormal_basis(name):
     problem = Problem(point(name))
     data = data_of(problem.x)

@@ -13,6 +13,7 @@ import sharpness
 from quotient_manifolds.optim import QuotientAdam, QuotientSGD, create_quotient_optimizer
 from quotient_manifolds.symmetries import find, move_
 from sharpness import GeodesicSAM
+from tests.extent import checkered
 from tests.networks import Encoder, bert, shake, vit
 
 LABELS = torch.arange(6) % 3
@@ -135,9 +136,10 @@ def test_the_first_ascent_step_is_that_of_the_measure(measure):
 # -- invariance ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [vit, bert, Encoder])
-@pytest.mark.parametrize("measure", MEASURES[:2])
-@pytest.mark.parametrize("base", ["QuotientSGD", "QuotientAdam", "AdamW"])
+@pytest.mark.parametrize(
+    ("make", "measure", "base"),
+    checkered((vit, bert, Encoder), MEASURES[:2], ("QuotientSGD", "QuotientAdam", "AdamW")),
+)
 def test_equivalent_starts(make, measure, base):
     """The same function after six steps, with a base optimiser that is invariant itself; not with AdamW.
 

@@ -34,12 +34,15 @@ from quotient_manifolds.symmetries.registry import _HANDLERS, KNOWN
 
 from ... import architectures, networks, zoo
 from ...architectures import change, without_first_row
+from ...extent import EXHAUSTIVE, share
 
+#: Every architecture with one implementation of attention; with each that it has, if exhaustive.
 CASES = [
     (name, attention)
-    for name in architectures.TRANSFORMERS
+    for i, name in enumerate(architectures.TRANSFORMERS)
     for attention in ("eager", "sdpa")
-    if attention == "eager" or name not in architectures.NO_SDPA
+    if (EXHAUSTIVE or name in architectures.NO_SDPA or (attention == "sdpa") == i % 2)
+    and (attention == "eager" or name not in architectures.NO_SDPA)
 ]
 
 #: Which symmetries there are: groups of the Q–K pairs and of the V–O pairs.
@@ -90,7 +93,7 @@ def other_pairing(p):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", architectures.TRANSFORMERS)
+@pytest.mark.parametrize("name", share(architectures.TRANSFORMERS, 2))
 def test_a_wrong_layout_is_seen_in_every_architecture(name, monkeypatch):
     """The check of ``test_transformers`` can fail: forget a row, or take another pairing, and the outputs move."""
     model, batch = architectures.transformers_model(name, "eager")

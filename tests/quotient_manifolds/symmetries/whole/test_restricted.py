@@ -26,7 +26,7 @@ from quotient_manifolds.symmetries.canonical import canonical_form, write_values
 from quotient_manifolds.symmetries.kinds import Scale
 from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import weights_of
-from tests.extent import EXHAUSTIVE
+from tests.extent import EXHAUSTIVE, share
 from tests.whole_networks import FAMILIES, build, folded, forward, inputs, symmetries_of
 
 #: LayerScale, shifts that the next sublayer takes back, a bias for each of several readers, tied words, norms of
@@ -78,7 +78,7 @@ def test_they_are_names_and_numbers(family):
     assert all(set(a.names) == {s.name for s in a.slots} and set(a.constant) <= set(a.slots) for a in found.actions)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", share(FAMILIES, 2))
 def test_what_is_trained_makes_no_difference(family):
     model = build(family)
     found = find(model, kinds=ALL, classes=True)
@@ -220,7 +220,7 @@ def tangents(found, weights):
     return torch.cat([J.reshape(len(J), -1).mT.detach() for J in found])
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", share(SOME, 2))
 def test_dimensions_are_those_of_the_directions(family):
     """None is counted twice: a symmetry knows which of its directions belong to others that are left."""
     generator = torch.Generator().manual_seed(FAMILIES.index(family))
