@@ -21,6 +21,7 @@ def verified(model, batch, forward=default_forward, classes=False):
     found = find(model, batch, kinds=ALL, classes=classes, forward=forward)
     return verify(model, batch, found, forward=forward)
 
+
 #: Their streams have no basis of their own.
 ROTATED = [
     "vit", "deit", "dinov2", "beit", "gpt2-untied", "llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "timm",
