@@ -90,19 +90,24 @@ class Symmetries:
         """Return what is left where only the weights of some names move.
 
         Pairs with other weights are refused. Of two with the same weights, as LoRA's factors that also are rows of an
-        attention pair, that of the attention stays. A symmetry without those that must be folded before it is refused.
+        attention pair, that of the attention stays, unless it is too thin for a point and LoRA's is not. A symmetry
+        without those that must be folded before it is refused.
         """
         moving = set(names)
         whole = [p for p in self.pairs if moving.issuperset(p.names)]
-        taken = {name for p in whole if p.kind != "lora" for name in p.names}
+        by_lora = dict[str, bool]()  # whose a weight is: the best comes last
+        for p in sorted(whole, key=lambda p: (p.thin, p.kind == "lora"), reverse=True):
+            by_lora.update(dict.fromkeys(p.names, p.kind == "lora"))
         found, out = list[SymmetricPair](), list(self.refused)
         for p in self.pairs:
             if still := sorted(set(p.names) - moving):
                 out.append(refused(p, Cause.FROZEN, ", ".join(still)))
-            elif p.kind == "lora" and not taken.isdisjoint(p.names):
+            elif all(by_lora[name] == (p.kind == "lora") for name in p.names):
+                found.append(p)
+            elif p.kind == "lora":
                 out.append(refused(p, Cause.OVERLAPS, "that of the attention, whose weights are trained"))
             else:
-                found.append(p)
+                out.append(_thin(p))
         actions = [a for a in self.actions if moving.issuperset(a.names)]
         while lost := [a for a in actions if not {b.label for b in actions}.issuperset(a.after)]:
             actions = [a for a in actions if a not in lost]
@@ -148,9 +153,8 @@ class Symmetries:
 
     def of_full_rank(self) -> Symmetries:
         """Refuse the pairs whose factors have fewer rows than columns; they are no points of a manifold."""
-        thin = [refused(p, Cause.THIN, f"{p.group.h} columns, {p.n} and {p.m} rows") for p in self.pairs if p.thin]
-        kept = tuple(p for p in self.pairs if not p.thin)
-        return replace(self, pairs=kept, refused=(*self.refused, *thin))
+        kept, thin = (tuple(p for p in self.pairs if p.thin == is_thin) for is_thin in (False, True))
+        return replace(self, pairs=kept, refused=(*self.refused, *map(_thin, thin)))
 
     def of_kind(self, kinds: Collection[str]) -> Symmetries:
         """Return the pairs of some kinds."""
@@ -190,6 +194,11 @@ def check_names(symmetries: Symmetries, weights: Collection[str], model: str) ->
     for s in symmetries:
         if lost := next((name for name in s.names if name not in weights), None):
             raise ValueError(f"the symmetry {s.label!r} belongs to another model: {model} has no weight {lost!r}")
+
+
+def _thin(p: SymmetricPair) -> Refusal:
+    """Refuse a pair of which a factor has too few rows."""
+    return refused(p, Cause.THIN, f"{p.group.h} columns, {p.n} and {p.m} rows")
 
 
 def _holds(module: str, names: Iterable[str]) -> bool:

@@ -6,6 +6,7 @@ import geoopt
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import sharpness
@@ -28,7 +29,7 @@ from sharpness import MEASURES, evaluate, get_measure
 from sharpness.building import trainable, vector_lengths
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE, checkered, share
-from tests.whole_networks import BACKBONES, build, headed, heads, inputs, loss
+from tests.whole_networks import BACKBONES, CAUSAL, SMALL, build, headed, heads, inputs, loss
 
 
 def worst(model, family, measure, **options):
@@ -458,6 +459,25 @@ def test_moves_of_frozen_heads_change_nothing_either(name):
         p.requires_grad_(p not in frozen)
         q.requires_grad_(p not in frozen)
     assert value(twin, batch) == pytest.approx(value(model, batch), rel=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT
+def test_moves_of_adapters_beside_thin_heads_change_nothing():
+    """Heads that are wider than the network are no points, and leave the adapters that are rows of them."""
+    config = {**SMALL, **CAUSAL, "head_dim": 16, "attn_implementation": "eager"}
+    network = architectures.adapted(LlamaForCausalLM(LlamaConfig(**config)), ["v_proj"])
+    network.requires_grad_()
+    words = torch.arange(10).view(2, 5) % 7
+    batch = {"input_ids": words, "labels": words}
+    found, values = find(network), []
+    for _ in range(2):
+        one = evaluate(network, [batch], rho=0.3, steps=2, progress=False)
+        other = evaluate(network, [batch], rho=0.3, steps=2, progress=False, symmetries=found.of_kind(["qk", "vo"]))
+        values.append((float(one[0.3]), float(other[0.3])))
+        apply_random_symmetry_(network, pairs=found.of_kind(["lora"]).pairs)
+    before, after = values
+    assert after[0] == pytest.approx(before[0], rel=1e-4)
+    assert after[1] != pytest.approx(before[1], rel=0.05)
 
 
 @pytest.mark.parametrize("what", ["outputs", "embeddings"])

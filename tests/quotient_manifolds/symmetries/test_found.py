@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quotient_manifolds.symmetries import (
     GL,
@@ -29,6 +30,7 @@ from quotient_manifolds.weights import weights_of
 
 from ... import networks
 from ...architectures import TRANSFORMERS, adapted, bert_and_batch, transformers_model
+from ...whole_networks import CAUSAL, SMALL
 
 
 def encoder():
@@ -180,6 +182,23 @@ def test_adapters_or_the_attention_that_they_change():
     # One layer is trained as a whole, of the other one only adapters.
     first = found.restricted(name for name in weights_of(model) if name in factors or ".layer.0." in name)
     assert {(p.kind == "lora", ".layer.0." in p.module) for p in first.pairs} == {(True, False), (False, True)}
+
+
+def test_adapters_of_attention_that_is_too_thin_for_a_point():
+    """They are better than none, whichever is asked first: what moves, or what is a point."""
+    for wide, kinds in ((16, {"lora"}), (4, {"qk", "vo"})):
+        config = {**SMALL, **CAUSAL, "head_dim": wide}
+        model = adapted(LlamaForCausalLM(LlamaConfig(**config)), ["v_proj", "o_proj"])
+        found, names = find(model), weights_of(model)
+        assert {p.kind for p in found.pairs if p.thin} == ({"vo"} if wide == 16 else set())
+        left = found.restricted(names)
+        assert not any(p.thin for p in left.pairs)
+        assert kinds <= {p.kind for p in left.pairs} <= kinds | {"qk"}
+        assert left.of_full_rank().pairs == left.pairs == found.of_full_rank().restricted(names).pairs
+        assert {r.name: r.reason for r in left.refused if r.kind == "vo"} == {
+            r.name: r.reason for r in found.of_full_rank().refused
+        }
+        assert left.restricted(names) == left
 
 
 def test_pairs_of_ones_own():
