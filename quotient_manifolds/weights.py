@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -79,6 +79,14 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
     while names and all(name.startswith(f"{prefix}module.") for name in names):  # else a layer has this name
         prefix += "module."
     return lambda name: f"{name}.".replace("_orig_mod.", "").removeprefix(prefix).removesuffix(".")
+
+
+def unwrapped(names: Iterable[str], known: Set[str]) -> list[str]:
+    """Strip the prefixes of ``torch.compile`` and of wrappers such as DDP from names, until some are known."""
+    plain = [name.replace("_orig_mod.", "") for name in names]
+    while plain and known.isdisjoint(plain) and all(name.startswith("module.") for name in plain):
+        plain = [name.removeprefix("module.") for name in plain]
+    return plain
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:

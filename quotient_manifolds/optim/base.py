@@ -23,9 +23,9 @@ from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
 from ..symmetries.pairs import Cause, Claim, SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from ..weights import is_sharded, trained, weights_of
+from ..weights import is_sharded, trained, unwrapped, weights_of
 from .metric import StepMetric, on_cpu, trace, wide
-from .pairs import REPLACED, Layer, alone, check_places, explain, group_of, named, orientation, reasons, unwrapped
+from .pairs import REPLACED, Layer, alone, check_places, explain, group_of, named, orientation, reasons
 from .sharded import ShardedPairs, cut, full
 from .stack import Stack, restored
 

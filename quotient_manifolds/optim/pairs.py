@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -37,14 +37,6 @@ def named(group: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, 
             "that a Trainer makes, within=model"
         )
     return found
-
-
-def unwrapped(names: Iterable[str], known: Set[str]) -> list[str]:
-    """Strip the prefixes of ``torch.compile`` and of wrappers such as DDP from names, until some are known."""
-    plain = [name.replace("_orig_mod.", "") for name in names]
-    while plain and known.isdisjoint(plain) and all(name.startswith("module.") for name in plain):
-        plain = [name.removeprefix("module.") for name in plain]
-    return plain
 
 
 def check_places(model: nn.Module, layers: Iterable[Layer], weights: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..weights import unwrapped
 from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
 
 if TYPE_CHECKING:
@@ -87,13 +88,13 @@ class Symmetries:
         return self.wiring is not None and bool(self.wiring.sites)
 
     def restricted(self, names: Iterable[str]) -> Symmetries:
-        """Return what is left where only the weights of some names move.
+        """Return what is left where only the weights of some names move, which a wrapper such as DDP may have changed.
 
         Pairs with other weights are refused. Of two with the same weights, as LoRA's factors that also are rows of an
         attention pair, that of the attention stays, unless it is too thin for a point and LoRA's is not. A symmetry
         without those that must be folded before it is refused.
         """
-        moving = set(names)
+        moving = set(unwrapped(names, {name for p in (*self.claims, *self.actions) for name in p.names}))
         whole = [p for p in self.pairs if moving.issuperset(p.names)]
         by_lora = dict[str, bool]()  # whose a weight is: the best comes last
         for p in sorted(whole, key=lambda p: (p.thin, p.kind == "lora"), reverse=True):

@@ -316,7 +316,20 @@ def test_names_are_those_of_the_plain_model_in_every_wrapper(name, group):
         assert find(outer) == found, what
         for p in found.pairs:
             assert torch.equal(p.gather(weights_of(outer)), p.gather(weights)), what
-    assert set(found.restricted(names_of(outer)).pairs) == set(found.restricted(names_of(model)).pairs)
+        moving = [name for name, p in outer.named_parameters() if p.requires_grad]
+        assert set(moving).isdisjoint(weights), what
+        assert found.restricted(moving) == found.restricted(names_of(outer)) == found.restricted(names_of(model)), what
+        assert found.restricted(moving[:1]) == found.restricted(names_of(model)[:1]), what
+
+
+def test_a_wrapped_model_is_certified_by_its_own_names():
+    """They counted as frozen, so that nothing was certified and all was well."""
+    model, x = nn.DataParallel(encoder()), torch.randn(2, 5, 8)
+    found, names = find(model), dict(model.named_parameters())
+    assert all(name.startswith("module.") for name in names)
+    certificate = verify(model, x, found.restricted(names))
+    assert certificate.ok
+    assert certificate.residuals.keys() == certificate.changes.keys() == set(found.pairs)
 
 
 def test_names_are_those_of_the_plain_model_when_it_is_sharded(group):
