@@ -304,9 +304,8 @@ def verify(
         check_symmetries(symmetries)
         weights, symmetries = weights_of(twin), symmetries.of_full_rank()
         check_names(symmetries, weights, type(model).__name__)
-        form = canonical_form(weights, symmetries)
-        write_values(weights, form.values)
-        pairs, actions = form.symmetries.pairs, form.symmetries.actions
+        write_values(weights, canonical_form(weights, symmetries).values)
+        pairs, actions = symmetries.pairs, symmetries.actions
         before = _outputs(run, actions)
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
@@ -314,15 +313,13 @@ def verify(
             raise ValueError(f"all outputs of {type(model).__name__} are NaN or infinite, which certifies nothing")
         gradients: dict[str, Tensor] = {}
         with suppress(RuntimeError), Wide():  # outputs that cannot be differentiated certify nothing; moves decide
-            moving = {name: weights[name] for s in form.symmetries for name in s.names}
+            moving = {name: weights[name] for s in symmetries for name in s.names}
             gradients = output_gradients(lambda: [t[t.isfinite()] for t in _outputs(run, actions)], moving, generator)
         found = certify(stacks(pairs, weights), weights, gradients, tolerance=1e-8)
         along = {a: _residual(a, weights, gradients) for a in actions}
         residuals = found.residuals | {a: r for a, r in along.items() if r is not None}
         unreached = (*found.unreached, *(a for a, r in along.items() if r is None))
-        changes = (
-            _changes(form.symmetries, weights, lambda: change(before, _outputs(run, actions)), seed) if moves else {}
-        )
+        changes = _changes(symmetries, weights, lambda: change(before, _outputs(run, actions)), seed) if moves else {}
     return replace(found, residuals=residuals, unreached=unreached, changes=changes)
 
 

@@ -474,7 +474,7 @@ def test_moves_of_adapters_beside_thin_heads_change_nothing():
         one = evaluate(network, [batch], rho=0.3, steps=2, progress=False)
         other = evaluate(network, [batch], rho=0.3, steps=2, progress=False, symmetries=found.of_kind(["qk", "vo"]))
         values.append((float(one[0.3]), float(other[0.3])))
-        apply_random_symmetry_(network, pairs=found.of_kind(["lora"]).pairs)
+        move_(network, found, kinds=["lora"])
     before, after = values
     assert after[0] == pytest.approx(before[0], rel=1e-4)
     assert after[1] != pytest.approx(before[1], rel=0.05)
