@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..weights import plain_class
-from .layout import Layout, LayoutError, Sublayer, affine, find, has, norm, table, wire, within
+from .layout import Layout, Sublayer, affine, find, has, norm, table, wire, within
 from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
 
 #: What finds the wiring of a network, once this table is read.
@@ -33,7 +33,7 @@ def _known(adapter: Callable[..., Wiring]) -> Callable[..., Wiring]:
     def adapted(*models: nn.Module) -> Wiring:
         try:
             return adapter(*models)
-        except LayoutError:
+        except AttributeError:
             return Wiring(closed=False)
 
     return adapted

@@ -94,10 +94,6 @@ class Layout:
     offset: float = 0.0
 
 
-class LayoutError(AttributeError):
-    """A network has not the layers that are described: they were replaced, or have other options."""
-
-
 def within(at: str, names: str) -> str:
     """Prefix names, separated by ``|``, by that of the module that they are in."""
     return "|".join(f"{at}.{name}".removeprefix(".") for name in names.split("|"))
@@ -109,12 +105,12 @@ def find(root: nn.Module, names: str) -> tuple[str, Any]:
         with suppress(AttributeError):
             if (value := attrgetter(name)(root)) is not None:
                 return name, value
-    raise LayoutError(f"{type(root).__name__} has none of {names}")
+    raise AttributeError(f"{type(root).__name__} has none of {names}")
 
 
 def has(root: nn.Module, names: str) -> bool:
     """Return whether one of some names exists."""
-    with suppress(LayoutError):
+    with suppress(AttributeError):
         return find(root, names)[1] is not None
     return False
 
@@ -141,7 +137,7 @@ def affine(
 
     Raises
     ------
-    LayoutError
+    AttributeError
         None of the names exists, or the layer is not linear.
 
     Examples
@@ -159,7 +155,7 @@ def affine(
         weight, bias, reverse = within(name, "weight"), within(name, "bias"), type(value).__name__ == "Conv1D"
         plain = any(isinstance(value, kind) and type(value).forward is kind.forward for kind in (nn.Linear, nn.Conv2d))
         if not plain and not reverse:
-            raise LayoutError(f"{names} is a {type(value).__name__}, not a linear layer")
+            raise AttributeError(f"{names} is a {type(value).__name__}, not a linear layer")
     rows, columns = (inputs, outputs) if reverse else (outputs, inputs)
     b = slot(root, bias, outputs) if bias and has(root, bias) else None
     return Affine(slot(root, weight, rows, columns, transpose=reverse), b, blind)
@@ -184,7 +180,7 @@ def norm(root: nn.Module, names: str, *, centring: bool = True, offset: float = 
 
     Raises
     ------
-    LayoutError
+    AttributeError
         None of the names exists, or the norm is of the other kind.
 
     Examples
@@ -197,7 +193,7 @@ def norm(root: nn.Module, names: str, *, centring: bool = True, offset: float = 
     name, found = find(root, names)
     rms = type(found).__name__.endswith(("RMSNorm", "T5LayerNorm"))
     if not (isinstance(found, nn.LayerNorm) if centring else rms):
-        raise LayoutError(f"{names} is a {type(found).__name__}, not the norm that is wired")
+        raise AttributeError(f"{names} is a {type(found).__name__}, not the norm that is wired")
     gain, shift = (slot(root, n) if has(root, n := within(name, own)) else None for own in ("weight", "bias"))
     return Norm(gain, shift, centring, offset)
 
@@ -261,7 +257,7 @@ def _add_sublayer(
         w.qk_norms.append((name, queries, keys))
     act = acts[k % len(acts)]
     if act not in ("", "glu"):
-        _, value = find(root, within(at, act))
+        value = attrgetter(within(at, act))(root)
         act = "relu" if value in ("relu", 1) or isinstance(value, nn.ReLU) else ""
     if act:  # a gate's rows may come before the neurons'
         first = readers[-1].matrix.rows - writer.matrix.size[1]
