@@ -334,7 +334,7 @@ def canonicalize(model: str, *, out: Path) -> int:
         change = float((network(**loaded.example)[0].double() - before).abs().max() / before.abs().max())
         rounding = max(rounding_error(network), computed_in(lambda: network(**loaded.example)))
     if not folded.wired:
-        raise ValueError(f"the wiring of {type(network).__name__} is not known; describe it with register_wiring")
+        raise ValueError(f"{type(network).__name__}: {folded.unwired}; describe it with register_wiring")
     # In half precision 10⁴ roundings would be any change at all.
     if not change <= min(0.1, 1e4 * rounding):
         raise ValueError(f"the canonical form of {model} changes the outputs by {change:.1e}; it is not saved")

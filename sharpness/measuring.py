@@ -355,7 +355,7 @@ def _at_canonical_form(
     told = found.wired or (space.given is not None and bool(space.given.actions))  # or a user knows them
     if not told and not inside_pairs.issuperset(space.parameters):
         _warn(
-            f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
+            f"{plain_class(model).__name__}: {found.unwired}, so {measure.name} divides out "
             "its heads and key biases alone, and other symmetries move the result; describe it with "
             "register_wiring, or use the measure 'geodesic-inv'", remarks,
         )  # fmt: skip

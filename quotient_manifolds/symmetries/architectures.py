@@ -27,14 +27,19 @@ _TABLE = ConfigParser(interpolation=None)
 _TABLE.read_string(Path(__file__).with_suffix(".ini").read_text(encoding="utf-8"))
 
 
+def _none(reason: str) -> Wiring:
+    """Wire nothing, and say why."""
+    return Wiring(closed=False, reason=reason)
+
+
 def _known(adapter: Callable[..., Wiring]) -> Callable[..., Wiring]:
-    """Return an empty wiring where layers were replaced, or options are set that an adapter of this file lacks."""
+    """Return an empty wiring, with the reason, where layers were replaced or options are not known here."""
 
     def adapted(*models: nn.Module) -> Wiring:
         try:
             return adapter(*models)
-        except AttributeError:
-            return Wiring(closed=False)
+        except AttributeError as error:
+            return _none(str(error))
 
     return adapted
 
@@ -117,7 +122,7 @@ def _timm(model: Any) -> Wiring:
     plain = all(type(b.get_submodule(n)).__name__ == kind for b in model.blocks for n, kind in expected.items())
     plain &= isinstance(getattr(model.patch_embed, "norm", nn.Identity()), nn.Identity)
     if not plain or model.global_pool not in ("token", "avg") or getattr(model, "reg_token", None) is not None:
-        return Wiring(closed=False)
+        return _none("its blocks, pooling or norms are not plain ones")
     layout = replace(_layout("timm"), last="norm" if isinstance(model.fc_norm, nn.Identity) else "fc_norm")
     if not isinstance(model.norm_pre, nn.Identity):
         layout = replace(layout, first="norm_pre", embeddings="")
@@ -132,7 +137,7 @@ def _timm(model: Any) -> Wiring:
 def _open_clip(model: Any) -> Wiring:
     """Wire the image tower only; its output is read by the projection."""
     if model.attn_pool is not None or model.final_ln_after_pool or type(model.ln_pre).__name__ == "Identity":
-        return Wiring(closed=False)
+        return _none("its pooling or first norm is not the plain one")
     return wire(Wiring(), model, _layout("open_clip"), [affine(model, "proj")] if model.proj is not None else [])
 
 
@@ -142,7 +147,7 @@ def _open_clip_both(model: Any) -> Wiring:
     """Wire both towers."""
     w = wiring_of(model, "visual") or Wiring()
     if not w.sites:
-        return Wiring(closed=False)
+        return _none(w.reason)
     return wire(w, model, _layout("open_clip text"), [affine(model, "text_projection")], "text ")
 
 
@@ -151,7 +156,7 @@ def _open_clip_both(model: Any) -> Wiring:
 def _torch(model: Any) -> Wiring:
     """Wire an encoder on its own: its input and, without a last norm, its output are the stream itself."""
     if any(type(layer) is not nn.TransformerEncoderLayer for layer in model.layers):
-        return Wiring(closed=False)
+        return _none("its layers are not all nn.TransformerEncoderLayer")
     before = model.layers[0].norm_first
     layout = replace(_layout("torch"), last="norm" if before and model.norm is not None else "", post_norm=not before)
     return wire(Wiring(closed=False, reads_stream_raw=before and model.norm is None), model, layout, [])
@@ -193,7 +198,7 @@ def _head(w: Wiring, model: Any, at: str) -> list[Affine]:
 def _language(layout: Layout, model: Any, at: str) -> Wiring:
     base = model.get_submodule(at)
     if getattr(base.config, "add_cross_attention", False) or has(base, "decoder.project_in"):  # the latter is OPT's
-        return Wiring(closed=False)
+        return _none("cross-attention in a decoder, or projections around it, are not described")
     w = Wiring(closed=not (layout.projection and has(base, layout.projection)))
     readers = _head(w, model, at)
     if has(base, "embeddings.token_type_embeddings"):

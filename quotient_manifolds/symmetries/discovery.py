@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +46,9 @@ def find(
         refuses models in which such a module computes attention).
     batch : object, optional
         A batch for ``forward``. Attention modules of unknown classes are then examined one by one, each alone and in
-        float64, on the inputs that they get from this batch; and everything that is found has to leave the outputs of a
-        float64 copy of the whole model as they are when it moves, see ``docs/math/certificate.md``.
+        float64, on the inputs that they get from this batch; and every pair that is found has to leave the outputs of a
+        float64 copy of the whole model as they are when it moves, see ``docs/math/certificate.md``. All other
+        symmetries are what an adapter says; :func:`verify` checks them.
     kinds : collection of {"heads", "lora", "points", "neurons", "stream"}
         What to look for: attention heads, LoRA adapters, points of a quotient among the parameters; and, of networks
         whose wiring is known (:func:`~quotient_manifolds.symmetries.whole.register_wiring`), hidden neurons, and what
@@ -86,8 +87,12 @@ def find(
     else:
         check_whole(model)
         every = claimed(model, functools.partial(forward, model, batch), kinds)
-        found = _certified(model, every, batch, forward)
-    return found if {"neurons", "stream"}.isdisjoint(kinds) else with_wiring(model, found, kinds=kinds, classes=classes)
+        found = _certified(model, every, every.pairs, batch, forward)
+    if {"neurons", "stream"}.isdisjoint(kinds):
+        return found
+    known, found = len(found.pairs), with_wiring(model, found, kinds=kinds, classes=classes)
+    neurons = found.pairs[known:]
+    return found if batch is None or not neurons else _certified(model, found, neurons, batch, forward)
 
 
 def claimed(model: nn.Module, run: Run | None, kinds: Collection[str] = PAIRS) -> Symmetries:
@@ -143,17 +148,20 @@ def with_wiring(
 
 
 @torch.no_grad()
-def _certified(model: nn.Module, found: Symmetries, batch: Any, forward: Forward) -> Symmetries:
-    """Refuse the pairs of which moves change the outputs of a model."""
+def _certified(
+    model: nn.Module, found: Symmetries, pairs: Sequence[SymmetricPair], batch: Any, forward: Forward
+) -> Symmetries:
+    """Refuse some pairs, those of which moves change the outputs of a model."""
     wrong: Callable[[SymmetricPair], bool] = lambda _: True  # noqa: E731
     for dtype, tolerance in ((torch.float64, ROUNDING), (torch.float32, 1e-2)):  # some kernels exist in float32 alone
         try:
             with running_copy(model, batch, forward, dtype) as (twin, run):
-                names = {p.name for p in broken(found.of_full_rank().pairs, weights_of(twin), run, tolerance)}
+                names = {p.name for p in broken([p for p in pairs if not p.thin], weights_of(twin), run, tolerance)}
                 wrong, cause, why = (lambda p: p.name in names), Cause.CHANGES, ""  # noqa: B023
             break
         except Exception as error:  # whatever third-party code raises
             cause = Cause.FAILED
             why = f"in the whole model: {type(error).__name__}: {error}".splitlines()[0]
-    out = tuple(refused(p, cause, why) for p in found.pairs if wrong(p))
-    return replace(found, pairs=tuple(p for p in found.pairs if not wrong(p)), refused=(*found.refused, *out))
+    out = {p: refused(p, cause, why) for p in pairs if wrong(p)}
+    kept = tuple(p for p in found.pairs if p not in out)
+    return replace(found, pairs=kept, refused=(*found.refused, *out.values()))

@@ -84,8 +84,16 @@ class Symmetries:
 
     @property
     def wired(self) -> bool:
-        """Whether an adapter describes the network; else only heads and key biases are known."""
+        """Whether an adapter describes the network; else only heads, adapters and key biases are known."""
         return self.wiring is not None and bool(self.wiring.sites)
+
+    @property
+    def unwired(self) -> str:
+        """Why the network is not wired; empty if it is."""
+        if self.wired:
+            return ""
+        reason = self.wiring.reason if self.wiring is not None else ""
+        return f"its adapter does not fit: {reason}" if reason else "no adapter describes how this network is wired"
 
     def restricted(self, names: Iterable[str]) -> Symmetries:
         """Return what is left where only the weights of some names move, which a wrapper such as DDP may have changed.
@@ -110,8 +118,7 @@ class Symmetries:
             else:
                 out.append(_thin(p))
         actions = [a for a in self.actions if moving.issuperset(a.names)]
-        while lost := [a for a in actions if not {b.label for b in actions}.issuperset(a.after)]:
-            actions = [a for a in actions if a not in lost]
+        actions = _closed(actions)
         kept, folded = set(actions), {a.label for a in actions}
         for a in (a for a in self.actions if a not in kept):
             still = sorted(set(a.names) - moving)
@@ -158,8 +165,9 @@ class Symmetries:
         return replace(self, pairs=kept, refused=(*self.refused, *map(_thin, thin)))
 
     def of_kind(self, kinds: Collection[str]) -> Symmetries:
-        """Return the pairs of some kinds."""
-        return replace(self, pairs=tuple(p for p in self.pairs if p.kind in kinds))
+        """Return the pairs and actions of some kinds, but for actions that need others to be folded before."""
+        actions = _closed([a for a in self.actions if a.kind in kinds])
+        return replace(self, pairs=tuple(p for p in self.pairs if p.kind in kinds), actions=tuple(actions))
 
     def __str__(self) -> str:
         lines: Counter[tuple[str, str]] = Counter()
@@ -176,12 +184,22 @@ class Symmetries:
         lines = [f"{kind:<12} {dimension:>9,}" for kind, dimension in self.dimensions.items()]
         lines.append(f"{'all':<12} {self.dimension:>9,}")
         if not self.wired:
-            lines.append("only heads and key biases: no adapter describes how this network is wired (register_wiring)")
+            lines.append(f"only heads and key biases: {self.unwired} (register_wiring)")
         reasons = Counter((r.kind, r.reason) for r in self.refused if r.kind not in _OF_HEADS)
         return "\n".join([*lines, *(f"not folded: {n} × {kind} ({why})" for (kind, why), n in reasons.items())])
 
 
 _OF_HEADS = ("qk", "vo", "lora", "attention")
+
+
+def _closed(actions: list[Action]) -> list[Action]:
+    """Return the actions without those that need others to be folded before which are not there."""
+    while True:
+        labels = {a.label for a in actions}
+        kept = [a for a in actions if labels.issuperset(a.after)]
+        if len(kept) == len(actions):
+            return kept
+        actions = kept
 
 
 def check_symmetries(symmetries: object) -> None:

@@ -62,7 +62,7 @@ def _without_sharing(claims: Sequence[Claim], weights: Mapping[str, Tensor]) -> 
 def _sharing_memory(slots: Sequence[tuple[int, Slot, Tensor]]) -> Iterator[int]:
     """Count how many slots, up to two, each number of one memory belongs to; yield the pairs of those with two."""
     first = slots[0][2]
-    tensors = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for *_, t in slots}
+    tensors = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for t in dict.fromkeys(t for *_, t in slots)}
     for _, s, t in slots:
         s.of(tensors[t]).add_(1).clamp_(max=2)
     size = first.untyped_storage().nbytes() // first.element_size()

@@ -198,6 +198,8 @@ class Wiring:
         A stream is also read without a centring norm.
     closed : bool
         All layers that read from or write to a stream are listed, so that it can be rotated, or its entries permuted.
+    reason : str
+        Why nothing is wired of a network whose class is known.
 
     Examples
     --------
@@ -222,6 +224,7 @@ class Wiring:
     classifiers: list[tuple[str, Affine]] = field(default_factory=list)
     reads_stream_raw: bool = False
     closed: bool = True
+    reason: str = ""
 
     @property
     def centred(self) -> bool:

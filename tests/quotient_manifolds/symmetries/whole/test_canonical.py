@@ -307,6 +307,21 @@ def test_a_wrong_wiring_is_found_by_gradient_and_by_move():
     assert "NOT A SYMMETRY" in str(report)
 
 
+def test_neurons_that_are_no_symmetry_are_refused_by_a_batch_and_a_misfit_by_its_reason():
+    """Wrong neurons came back as symmetries; a network that its adapter does not fit, as one without an adapter."""
+    model, batch = build("opt"), next(inputs("opt"))
+    assert {p.kind for p in find(model, batch, kinds=("neurons",), forward=forward).pairs} == {"relu"}
+    for layer in model.model.decoder.layers:
+        layer.activation_fn = nn.Tanh()  # of which the table does not know
+    found = find(model, batch, kinds=("neurons",), forward=forward)
+    assert not found.pairs
+    assert {r.cause for r in found.refused} == {Cause.CHANGES}
+    del model.model.decoder.layers[0].fc2
+    found = find(model, kinds=ALL)
+    assert "its adapter does not fit: " in found.table()
+    assert "fc2" in found.unwired
+
+
 def test_the_model_stays():
     model = build("vit").float().train()
     before = {name: p.clone() for name, p in model.state_dict().items()}

@@ -279,7 +279,7 @@ def test_symmetries_of_ones_own_are_folded_moved_verified_and_divided_out():
     assert torch.allclose(twin(batch[0]), model(batch[0]))
     values = [float(sharpness.evaluate(m, [batch], symmetries=found, **options)) for m in (model, twin)]
     assert values[1] == pytest.approx(values[0], rel=1e-9)
-    with pytest.warns(UserWarning, match="no adapter describes how Gated is wired"):
+    with pytest.warns(UserWarning, match="Gated: no adapter describes how this network is wired"):
         others = [float(sharpness.evaluate(m, [batch], **options)) for m in (model, twin)]
     assert others[1] != pytest.approx(others[0], rel=1e-3)
     canonicalize_(twin, found)
