@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import quotient_manifolds
@@ -53,6 +54,15 @@ def test_names_that_are_imported_later_are_listed():
                 later.append(name)
                 assert "__dir__" in vars(package)  # else only what has been asked for
     assert later == ["quotient_manifolds", "quotient_manifolds.symmetries", "sharpness"]
+
+
+@pytest.mark.parametrize("folder", ["quotient_manifolds/symmetries", "quotient_manifolds/symmetries/whole"])
+def test_every_file_of_the_symmetries_is_explained_where_it_lies(folder):
+    words = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    said = words.partition(f"<code>{folder}/</code>")[2].partition("</details>")[0]
+    named = {name for name in re.findall(r"`(\w+\.(?:py|csv|ini))`", said) if not name.startswith("__")}
+    lie_there = {p.name for p in (ROOT / folder).iterdir() if p.suffix in (".py", ".csv", ".ini")} - {"__init__.py"}
+    assert named == lie_there
 
 
 def test_the_walk_through_one_step_is_the_one_that_runs():

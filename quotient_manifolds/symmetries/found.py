@@ -141,7 +141,7 @@ class Symmetries:
 
         actions = [s for s in more if isinstance(s, Action)]
         pairs = check_pairs(s for s in more if not isinstance(s, Action))
-        labels = {s.label for s in self} | {r.name for r in self.refused}
+        labels = {s.label for s in self} | {r.name for r in self.refused if r.H}
         for label in [p.label for p in pairs] + [a.label for a in actions]:
             if label in labels:
                 raise ValueError(f"two symmetries are called {label!r}; give each of yours another name")

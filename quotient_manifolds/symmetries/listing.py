@@ -140,12 +140,15 @@ def _shift(site: Site) -> Shift | None:
 
 def lengths_of(model: nn.Module) -> Iterator[Length]:
     """Yield those of the rows that weight normalisation divides by their lengths, in layers of any class."""
-    plain, name_of = plain_names(model), naming(model)
+    plain, name_of, seen = plain_names(model), naming(model), set[Slot]()
     for path, module in model.named_modules():
         for own, steps in getattr(module, "parametrizations", {}).items():
             if type(steps[0]).__name__ == "_WeightNorm" and steps[0].dim == 0 and len(steps) == 1:
                 inside = f"parametrizations.{own}.original1"
-                yield Length("length", plain(path), replace(slot(module, inside), name=name_of(path, inside)))
+                rows = replace(slot(module, inside), name=name_of(path, inside))
+                if rows not in seen:  # layers may share them
+                    yield Length("length", plain(path), rows)
+                seen.add(rows)
 
 
 def key_bias(head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
