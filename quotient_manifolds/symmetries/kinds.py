@@ -48,7 +48,7 @@ class Action(ABC):
 
     @property
     def label(self) -> str:
-        """Kind and place."""
+        """Kind and place, by which ``after`` names it: no other symmetry of a network has the same."""
         return f"{self.kind}: {self.name}"
 
     @property
@@ -236,6 +236,12 @@ class Reader(Action):
 
     norm: Norm
     affine: Affine
+
+    @property
+    def label(self) -> str:
+        """Kind and place, and the matrix: a norm may have several, and two may be parts of one weight."""
+        matrix = self.affine.matrix
+        return f"{super().label} → {matrix.name}{f' from {matrix.offset}' if matrix.offset else ''}"
 
     @property
     def slots(self) -> tuple[Slot, ...]:

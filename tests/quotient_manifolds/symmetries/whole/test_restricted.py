@@ -27,7 +27,7 @@ from quotient_manifolds.symmetries.kinds import Scale
 from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import weights_of
 from tests.extent import EXHAUSTIVE, share
-from tests.whole_networks import FAMILIES, build, folded, forward, inputs, symmetries_of
+from tests.whole_networks import BACKBONES, FAMILIES, build, folded, forward, headed, inputs, symmetries_of
 
 #: LayerScale, shifts that the next sublayer takes back, a bias for each of several readers, tied words, norms of
 #: queries and keys.
@@ -76,6 +76,19 @@ def test_they_are_names_and_numbers(family):
     slots = [s for a in found.actions for s in (*a.needed, *a.constant)]
     assert {s.name for s in slots} <= set(weights_of(model))
     assert all(set(a.names) == {s.name for s in a.slots} and set(a.constant) <= set(a.slots) for a in found.actions)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(f for f in BACKBONES if f not in FAMILIES)])
+def test_a_label_names_one_symmetry(family):
+    """So that it tells what must be folded before; kind and place do not, nor kind and weight."""
+    model = build(family) if family in FAMILIES else headed(family, BACKBONES[family][-1])[0]
+    found = find(model, kinds=ALL, classes=True)
+    labels = [s.label for s in found]
+    assert len(set(labels)) == len(labels)
+    assert {label for a in found.actions for label in a.after} <= set(labels)
+    if family == "dinov2":
+        assert len({(a.kind, a.name) for a in found.actions}) < len(found.actions)
+        assert len({(a.kind, a.names[0]) for a in found.actions}) < len(found.actions)
 
 
 @pytest.mark.parametrize("family", share(FAMILIES, 2))
