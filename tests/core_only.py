@@ -12,7 +12,7 @@ import tempfile
 
 EXTRAS = [
     "transformers", "open_clip", "timm", "peft", "PIL", "yaml", "torchvision", "matplotlib", "pandas",
-    "sklearn", "datasets", "accelerate", "bitsandbytes",
+    "sklearn", "datasets", "accelerate", "bitsandbytes", "pymanopt",
 ]  # fmt: skip
 
 
@@ -97,6 +97,17 @@ def check_missing():
             print(lines[0])
 
 
+def check_pymanopt():
+    """Python says what to install where the module is imported."""
+    said = ""
+    try:
+        import quotient_manifolds.pymanopt  # noqa: F401
+    except ImportError as error:
+        said = str(error)
+    assert "install the extra pymanopt, pip install '.[pymanopt]'" in said, said
+    print(said)
+
+
 def main():
     if "--pretend" in sys.argv:
         sys.modules.update(dict.fromkeys(EXTRAS))
@@ -104,6 +115,7 @@ def main():
     check_manifolds()
     check_evaluate()
     check_missing()
+    check_pymanopt()
     print("the core works by itself")
 
 
