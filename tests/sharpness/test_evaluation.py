@@ -308,7 +308,7 @@ class Readable(nn.Module):
         return self.head(self.used(x).mean(1))
 
 
-@pytest.mark.filterwarnings("ignore:no adapter describes")
+@pytest.mark.filterwarnings("ignore:.*no adapter describes")
 @pytest.mark.parametrize("measure", ["geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix"])
 def test_unknown_attention_is_examined_on_the_first_batch(measure):
     model, batch = networks.shake(Readable()), networks.tokens()
