@@ -4,10 +4,17 @@ import os
 
 import hypothesis
 import pytest
+from _pytest.doctest import DoctestModule
 
 hypothesis.settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("project")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Seek no examples in tests, and leave what helps them to whom it helps: sooner, it is imported in vain."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
 @pytest.fixture(autouse=True, scope="session")

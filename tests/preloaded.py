@@ -3,12 +3,17 @@
 import atexit
 import gc
 
-import sharpness.cli
-from tests import networks, sharded, sharded_training, spread, test_second_device
+import matplotlib.pyplot
+import scipy.stats
 
-__all__ = ["sharded", "sharded_training", "sharpness", "spread", "test_second_device"]
+from sharpness import cli, sam, study
+from tests import architectures, networks, sharded, sharded_training, spread, test_second_device
 
-networks.bert(), networks.vit()  # transformers imports a model's file when it is made
+__all__ = [
+    "cli", "matplotlib", "sam", "scipy", "sharded", "sharded_training", "spread", "study", "test_second_device",
+]  # fmt: skip
+
+architectures.adapted(networks.bert(), ["query"]), networks.vit()  # libraries import much when a model is made
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)

@@ -333,13 +333,20 @@ BY_DEFAULT = (
 #: Calls that move between devices only where one of them has no double precision.
 RARE = ("average", "points", "heads as points", "examined", "along the worst of the whole")
 
-#: Calls that every run makes with the CPU as the default: one of those that are alike, and none that the others make.
-SOME = tuple(
-    sorted(CALLS.keys() - {*BY_DEFAULT, "euclidean", "adaptive", "complete-inv", "means", "mix", "rescale", *RARE})
-)
+#: Calls that are much like others.
+ALIKE = {"euclidean", "adaptive", "complete-inv"}
 
-#: What is made without double precision: all but the baselines of the studies.
-NARROW = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, "at the weights"}))
+#: Calls that every run makes with the CPU as the default: one of those that are alike, and none that the others make.
+SOME = tuple(sorted(CALLS.keys() - {*BY_DEFAULT, *ALIKE, "means", "mix", "rescale", "derivatives", *RARE}))
+
+#: What is made without double precision: all but the baselines of the studies; in every run, what it may matter to.
+NARROW = CALLS.keys() - {*BY_DEFAULT, "at the weights"}
+if not EXHAUSTIVE:
+    NARROW = NARROW - {*ALIKE, "apgd", "micro-batches", "along the worst", "derivatives of the whole"}
+NARROW = tuple(sorted(NARROW))
+NARROW_BY_DEFAULT = (
+    BY_DEFAULT if EXHAUSTIVE else tuple(name for name in BY_DEFAULT if name not in {"aligned", "kinship"})
+)
 
 
 def same_numbers(names, by_default, double=True):
@@ -374,7 +381,7 @@ def test_results_are_those_of_the_cpu_where_another_device_is_the_default(tmp_pa
 @pytest.mark.parametrize("by_default", [False, True], ids=["", "by-default"])
 def test_a_device_without_double_precision_is_not_asked_for_it(by_default, tmp_path):
     """As Apple's; the numbers are those that single precision has on the CPU."""
-    names = BY_DEFAULT if by_default else NARROW
+    names = NARROW_BY_DEFAULT if by_default else NARROW
     ended_well(together(1, same_numbers, names, by_default, False, folder=tmp_path))
 
 
