@@ -3,7 +3,7 @@
 import atexit
 import gc
 
-import matplotlib.pyplot
+import matplotlib.figure
 import scipy.stats
 
 from sharpness import cli, sam, study

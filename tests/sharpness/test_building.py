@@ -204,7 +204,10 @@ def test_the_metric_of_vectors_on_a_linear_model():
 def test_a_network_of_unknown_wiring_is_not_measured_as_complete_without_a_word():
     model = build("torch-pre").layers[0]
     x = torch.randn(2, 3, 8)
-    with pytest.warns(UserWarning, match="how TransformerEncoderLayer is wired, so complete-inv divides out its heads"):
+    with pytest.warns(
+        UserWarning,
+        match="TransformerEncoderLayer: no adapter describes how this network is wired, so complete-inv divides",
+    ):
         sharpness.evaluate(model, [x], lambda m, b: m(b).square().mean(), measure="complete-inv", steps=1, rho=0.1)
 
 
@@ -436,7 +439,7 @@ def test_lengths_at_a_users_own_pairs(positive):
     assert any(bool((p != old).any()) for p, old in zip(experts.parameters(), weights.parameters(), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:no adapter describes")
+@pytest.mark.filterwarnings("ignore:.*is wired, so|.*its adapter does not fit")
 @pytest.mark.parametrize("name", share(UNWIRED, 2))
 def test_moves_of_heads_change_nothing_without_a_wiring(name):
     """A bias of an output projection had the length of its row, which depends on the heads' representative."""
@@ -447,7 +450,7 @@ def test_moves_of_heads_change_nothing_without_a_wiring(name):
         assert value(twin, batch, measure) == pytest.approx(value(model, batch, measure), rel=1e-8)
 
 
-@pytest.mark.filterwarnings("ignore:no adapter describes")
+@pytest.mark.filterwarnings("ignore:.*is wired, so|.*its adapter does not fit")
 @pytest.mark.parametrize("name", ["mpnet", "bart"])
 def test_moves_of_frozen_heads_change_nothing_either(name):
     """A bias of an output projection had the length of its frozen row."""
@@ -524,7 +527,7 @@ def scales_of_mixer(m):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:no adapter describes")
+@pytest.mark.filterwarnings("ignore:.*is wired, so|.*its adapter does not fit")
 def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
     """A depthwise convolution's bias had the length of a kernel that is scaled against the projection before it."""
     from transformers import MambaConfig, MambaModel
@@ -540,7 +543,7 @@ def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
         assert two == pytest.approx(one, rel=1e-8)
 
 
-@pytest.mark.filterwarnings("ignore:no adapter describes")
+@pytest.mark.filterwarnings("ignore:.*is wired, so|.*its adapter does not fit")
 def test_frozen_integers_are_as_the_numbers_that_they_stand_for():
     """Packed weights of a quantised base do not move, so no vector of theirs has a length."""
 
