@@ -477,7 +477,7 @@ def test_moves_of_adapters_beside_thin_heads_change_nothing():
         one = evaluate(network, [batch], rho=0.3, steps=2, progress=False)
         other = evaluate(network, [batch], rho=0.3, steps=2, progress=False, symmetries=found.of_kind(["qk", "vo"]))
         values.append((float(one[0.3]), float(other[0.3])))
-        move_(network, found, kinds=["lora"])
+        move_(network, found, kinds=["lora"], condition=1000.0)
     before, after = values
     assert after[0] == pytest.approx(before[0], rel=1e-4)
     assert after[1] != pytest.approx(before[1], rel=0.05)
