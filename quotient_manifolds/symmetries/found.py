@@ -117,8 +117,7 @@ class Symmetries:
                 out.append(refused(p, Cause.OVERLAPS, "that of the attention, whose weights are trained"))
             else:
                 out.append(_thin(p))
-        actions = [a for a in self.actions if moving.issuperset(a.names)]
-        actions = _closed(actions)
+        actions = _closed([a for a in self.actions if moving.issuperset(a.names)])
         kept, folded = set(actions), {a.label for a in actions}
         for a in (a for a in self.actions if a not in kept):
             still = sorted(set(a.names) - moving)

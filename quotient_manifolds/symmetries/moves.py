@@ -113,6 +113,11 @@ def _by_first_names(weights: Mapping[str, Tensor], symmetries: Symmetries) -> di
     return own
 
 
+def _copies(state: State, pairs: Sequence[SymmetricPair]) -> dict[str, Tensor]:
+    """Copy the weights of pairs, each once, though many heads share one."""
+    return {name: state.of(name).clone() for name in dict.fromkeys(name for p in pairs for name in p.names)}
+
+
 def _move_(
     state: State,
     pairs: Sequence[SymmetricPair],
@@ -125,7 +130,7 @@ def _move_(
     generator = torch.Generator().manual_seed(operator.index(seed))
     for a in reversed(actions):
         a.act_(state, scale * standard_normal(tuple(a.shape), state.of(a.names[0]), generator))
-    own = {name: state.of(name).clone() for p in pairs for name in p.names}
+    own = _copies(state, pairs)
     move_stacks_(stacks(pairs, own), own, condition, seed)
     state.update(own)
 
@@ -219,7 +224,7 @@ def canonicalize_(model: nn.Module, symmetries: Symmetries | None = None) -> Sym
     check_symmetries(symmetries)
     weights, symmetries = weights_of(model), symmetries.of_full_rank()
     state = fold(weights, symmetries)
-    own = {name: state.of(name).clone() for p in symmetries.pairs for name in p.names}
+    own = _copies(state, symmetries.pairs)
     full = dict[SymmetricPair, bool]()
     for stack in stacks([p for p in symmetries.pairs if not any(own[name].is_meta for name in p.names)], own):
         x, present = stack.canonical(stack.gather(own))
@@ -371,5 +376,6 @@ def _moved(weights: Mapping[str, Tensor], some: Sequence[SymmetricPair | Action]
     state, pairs = State(weights), [s for s in some if isinstance(s, SymmetricPair)]
     _move_(state, pairs, [s for s in some if not isinstance(s, SymmetricPair)], seed)
     with preserve_values(weights[name] for name in state):
-        write_values(weights, state)
+        for name, value in state.items():
+            weights[name].copy_(value)
         yield
