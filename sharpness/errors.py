@@ -55,6 +55,13 @@ def naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {words_of(error)}") from error
 
 
+def check_flags(**flags: object) -> None:
+    """Raise for anything but True and False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
 def called(name: str, *arguments: Any) -> Any:
     """Call the function named ``module:function``, also from the current folder; turn its errors into ValueErrors."""
     what = f"{name!r} is not an importable module:function"

@@ -25,7 +25,7 @@ from .ascent import ASCENTS, Ascent
 from .curvature import HessianOperator
 from .direction import Direction
 from .distributed import World, checksum, is_sharded_model
-from .errors import blocks
+from .errors import blocks, check_flags
 from .losses import LossFunction, Objective
 from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, attached_space, collected
@@ -381,6 +381,7 @@ class _Climb:
 
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:
     """Return tqdm's bar, which a file or pipe gets once a minute, after the first."""
+    check_flags(progress=progress)
     often: dict[str, Any] = {"leave": None}  # an inner one goes when it is done
     if sys.stderr is not None and not sys.stderr.isatty():
         often = {"delay": 60, "mininterval": 60, "miniters": 1, "leave": False}

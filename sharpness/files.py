@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import naming
+from .errors import check_flags, naming
 
 #: One thread reads at a time, for the limit of the length of a field is that of all threads.
 _LIMIT = threading.Lock()
@@ -109,6 +109,7 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
     Without a header columns are numbered from ``"0"``. Values of a ``.jsonl`` file that are not strings are written as
     JSON.
     """
+    check_flags(header=header)
     path = Path(path)
     kind, raw = path.suffix.lower(), path.read_bytes()
     with naming(f"{path} is not UTF-8; convert the file"):

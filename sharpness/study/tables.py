@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import require_extra
+from ..errors import check_flags, naming, require_extra
 from ..measures import MEASURES
 from ..plots import COLOURS, MARKERS, figure
 from ..results import DOUBTS
@@ -38,6 +38,7 @@ FEWEST_MODELS = 10
 _PLACE = ["quantity", "rho"]
 _FOUND = ["median", "models", "tau", "low", "high", "p", "partial", "partial_low", "partial_high"]
 _RESAMPLES = 10_000
+_ROWS = "rows are not those of a sweep, as sharpness.study.read_results returns them"
 
 
 def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
@@ -68,13 +69,15 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
     what, found = "loss" if "loss" in target else "error", {}
-    for fit in (row for row in rows if row["kind"] == "fit"):
-        test, train = fit.get(f"test_{what}"), fit.get(f"train_{what}") if "gap" in target else 0.0
-        if test is not None and train is not None:
-            found[fit["checkpoint"]] = test - train
+    with naming(_ROWS):
+        for fit in (row for row in rows if row["kind"] == "fit"):
+            test, train = fit.get(f"test_{what}"), fit.get(f"train_{what}") if "gap" in target else 0.0
+            if test is not None and train is not None:
+                found[fit["checkpoint"]] = test - train
     return found
 
 
+@naming(_ROWS)
 def measurements(rows: Sequence[Row]) -> Any:
     """Collect all quantities in a pandas DataFrame.
 
@@ -150,6 +153,7 @@ def per_model(rows: Sequence[Row], *, short: bool = False) -> Any:
     >>> per_model([fit]).to_dict("records")
     [{'model': 'run 7', 'train error': 0.25, 'test error': 0.375, 'gap': 0.125}]
     """
+    check_flags(short=short)
     frame, gaps = measurements(rows), targets(rows, "gap")
     values = (one_radius(frame) if short else frame).set_index("checkpoint")
     table = values.loc[~values.index.duplicated(), []]
@@ -168,6 +172,7 @@ def per_model(rows: Sequence[Row], *, short: bool = False) -> Any:
     return table.rename_axis("model").reset_index()
 
 
+@naming(_ROWS)
 def remarks(rows: Sequence[Row]) -> list[str]:
     """List what was remarked on the measurements of a sweep and what limits them, each once, with the models.
 

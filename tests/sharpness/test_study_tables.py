@@ -15,7 +15,8 @@ import torch
 
 import reproduction.statistics
 from reproduction.tables import read_table, write_rows
-from sharpness import cli, evaluate
+from sharpness import cli, evaluate, files
+from sharpness.evaluation import progress_bar
 from sharpness.results import DOUBTS
 from sharpness.study import (
     compare,
@@ -70,6 +71,37 @@ def test_the_result_of_one_run_is_named(tmp_path):
     path.write_text(json.dumps({"command": "sharpness run", "results": []}, indent=2), encoding="utf-8")
     with pytest.raises(ValueError, match="holds no results of a sweep: it is the result of one run, not of a sweep"):
         read_results(path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([{"kind": "fit"}], "KeyError: 'checkpoint'"), ([{"checkpoint": "a"}], "KeyError: 'kind'"),
+        ([{"checkpoint": "a", "kind": "sharpness"}], "KeyError: 'measure'"), (np.arange(3), "IndexError"),
+        ([None], "TypeError"),
+        ([{"checkpoint": "a", "kind": "fit", "test_error": "x", "train_error": 0}], "TypeError: unsupported"),
+    ],
+)  # fmt: skip
+def test_what_is_no_row_is_named(wrong, words):
+    for read in (compare, per_model, lambda rows: plot_sweep(rows, "gap", "a.png")):
+        with pytest.raises(ValueError, match=f"rows are not those of a sweep, as .*read_results returns them: {words}"):
+            read(wrong)
+    with pytest.raises(ValueError, match="rows are not those of a sweep"):
+        remarks([None])
+    with pytest.raises(ValueError, match=r"^target must be one of"):
+        targets(wrong, "other")
+
+
+def test_a_flag_is_true_or_false(tmp_path):
+    (tmp_path / "a.tsv").write_text("a\n1\n", encoding="utf-8")
+    for wrong in (torch.ones(2), "no", None):
+        said = f"must be True or False, got {type(wrong).__name__}"
+        with pytest.raises(TypeError, match=f"header {said}"):
+            files.read_table(tmp_path / "a.tsv", wrong)
+        with pytest.raises(TypeError, match=f"short {said}"):
+            per_model(study(), short=wrong)
+        with pytest.raises(TypeError, match=f"progress {said}"):
+            progress_bar(3, "steps", "step", progress=wrong)
 
 
 def test_json_of_a_row_is_readable(tmp_path):
