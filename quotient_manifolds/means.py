@@ -132,6 +132,8 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None) -
 
 def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
     """Check the arguments, and return weights of sum 1."""
+    if not hasattr(manifold, "logmap"):
+        raise TypeError(f"manifold must be one with logarithms, as GLQuotientMix(n, m), got {type(manifold).__name__}")
     check_tensors(manifold, points=points)
     if points.dim() < 3 or len(points) == 0:
         raise ValueError(f"{manifold}: points of a mean are (k, …, rows, h) with k ≥ 1, got {tuple(points.shape)}")

@@ -91,6 +91,7 @@ def unwrapped(names: Iterable[str], known: Set[str]) -> list[str]:
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return a model's parameters by their plain names; one of several names is the first."""
+    check_model(model)
     plain = plain_names(model)
     return {plain(name): p for name, p in model.named_parameters()}
 

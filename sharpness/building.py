@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import Cause, PairStack, Slot, SymmetricPair, Symmetries, find, slot, stacks
 from quotient_manifolds.symmetries.discovery import PAIRS, with_wiring
-from quotient_manifolds.symmetries.found import check_names
+from quotient_manifolds.symmetries.found import check_names, check_symmetries
 from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.symmetries.slots import masks
 from quotient_manifolds.symmetries.stacks import coverage
@@ -108,6 +108,7 @@ def known(model: nn.Module, measure: Measure, given: Symmetries | None, *, class
     if given is None or not measure.divides:
         found = find(model, kinds=kinds) if kinds else Symmetries()
     else:
+        check_symmetries(given)
         check_names(given, weights_of(model), type(model).__name__)
         found = given if not measure.takes_points else _with_points(model, given)
     return with_wiring(model, found, classes=classes) if measure.form == "canonical" and not found.actions else found

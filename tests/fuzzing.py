@@ -603,7 +603,7 @@ def calls(rng, world):
                                  "measure": "geodesic-inv", "refresh": 2, "symmetries": found}),
         (symmetries.find, {"model": model, "batch": batch}),
         (symmetries.verify, {"model": model, "batch": batch, "seed": 0, "symmetries": found}),
-        (symmetries.move_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
+        (symmetries.move_, {"model": model, "symmetries": found, "condition": 10.0, "seed": 0, "kinds": None}),
         (symmetries.slot, {"module": one, "name": "weight", "rows": slice(None), "columns": slice(None),
                            "transpose": False}),
         (symmetries.GL, {"h": 2, "diagonal": False}),

@@ -13,7 +13,7 @@ from ..symmetries.found import Symmetries
 from ..symmetries.lora import adapter_of, adapter_pairs, is_lora
 from ..symmetries.pairs import SymmetricPair, check_pairs
 from ..weights import naming, trained, weights_of
-from .base import QuotientOptimizer
+from .base import QuotientOptimizer, is_number
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
 from .pairs import alone
 
@@ -200,7 +200,7 @@ def _create(
     mine = {name for p in symmetries.restricted(moving).pairs for name in p.names}
     hidden = _hidden(model, symmetries) if others == "muon" else ()
     groups: list[dict[str, Any]] = [
-        {"lr": lr, "rest": rate / lr if lr else 1.0},
+        {"lr": lr, "rest": rate / lr if is_number(lr) and lr else 1.0},
         {"lr": rate},
         {"lr": rate, "weight_decay": 0.0},
         {"lr": rate, "others": "Muon", "adjust_lr_fn": "match_rms_adamw"},

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import at_least_float32
-from .found import Symmetries
+from .found import Symmetries, check_symmetries
 from .pairs import SymmetricPair
 from .slots import Slot, masks
 from .wiring import State
@@ -92,6 +92,7 @@ def canonical_form(
     rotation            21
     all                416
     """
+    check_symmetries(symmetries)
     state = fold(weights, symmetries, state)
     fixed = dict.fromkeys(s for a in symmetries.actions for s in a.constant)
     pairs = tuple(_without(p, fixed) for p in symmetries.pairs)

@@ -102,6 +102,11 @@ class Symmetries:
         attention pair, that of the attention stays, unless it is too thin for a point and LoRA's is not. A symmetry
         without those that must be folded before it is refused.
         """
+        names = [names] if isinstance(names, str) else list(names)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                "names of weights are strings, as in dict(model.named_parameters()), not weights themselves"
+            )
         moving = set(unwrapped(names, {name for p in (*self.claims, *self.actions) for name in p.names}))
         whole = [p for p in self.pairs if moving.issuperset(p.names)]
         by_lora = dict[str, bool]()  # whose a weight is: the best comes last

@@ -234,7 +234,7 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> Symme
     check_model(model)
     names = [names] if isinstance(names, str) else names
     known = dict.fromkeys(name for _, name, _ in lora_layers(model))
-    unknown = sorted(set(names or ()) - set(known))
+    unknown = sorted(set(() if names is None else names) - set(known))
     if unknown:
         raise ValueError(f"no layer has an adapter {unknown[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
     wanted = [name for name in known if names is None or name in names]

@@ -96,7 +96,7 @@ def moved_weights(
 def _chosen(symmetries: Symmetries, kinds: Collection[str] | None) -> Collection[str]:
     """Return the kinds to move; raise for one that is not there."""
     known = symmetries.dimensions
-    if isinstance(kinds, str) or not set(kinds or ()) <= set(known):
+    if isinstance(kinds, str) or not set(() if kinds is None else kinds) <= set(known):
         raise ValueError(f"kinds is a collection of {', '.join(known) or 'nothing'} here, got {kinds!r}")
     return known if kinds is None else set(kinds)
 

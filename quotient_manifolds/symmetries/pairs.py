@@ -334,12 +334,12 @@ def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> S
     >>> loss.item() < 0.1
     True
     """
+    if not all(isinstance(X, nn.Parameter) and X.is_floating_point() for X in (G, H)):
+        raise ValueError("factors are real torch.nn.Parameter, which are trained; wrap tensors in nn.Parameter")
     if G.dim() != 2 or H.dim() != 2 or G.shape[1] != H.shape[1]:
         raise ValueError(
             f"factors are matrices (n, h) and (m, h) with the same h, got {tuple(G.shape)} and {tuple(H.shape)}"
         )
-    if not all(isinstance(X, nn.Parameter) and X.is_floating_point() for X in (G, H)):
-        raise ValueError("factors are real torch.nn.Parameter, which are trained; wrap tensors in nn.Parameter")
     if (G.dtype, G.device) != (H.dtype, H.device):
         raise ValueError(f"factors have one dtype and device, got {G.dtype}, {G.device} and {H.dtype}, {H.device}")
     both = nn.ParameterDict({"G": G, "H": H})

@@ -261,6 +261,8 @@ def slot(
     check_model(module)
     if not isinstance(rows, slice) or not isinstance(columns, slice):
         raise TypeError(f"rows and columns of a slot must be slices, got {rows!r} and {columns!r}")
+    if not isinstance(transpose, bool):
+        raise TypeError(f"transpose of a slot must be True or False, got {transpose!r}")
     whole = outline(module, name)
     if whole.dim() == 0:
         raise ValueError(f"{name!r} of {type(module).__name__} is a single number; a slot needs a matrix or vector")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..linalg import in_double
 from ..weights import ByClass, naming, plain_class
 from .pairs import SymmetricPair
-from .slots import GL, Slot, renamed
+from .slots import GL, Slot, checked, renamed
 
 
 class State(dict[str, Tensor]):
@@ -38,15 +38,17 @@ class State(dict[str, Tensor]):
 
     def of(self, name: str) -> Tensor:
         """Return the value of a weight."""
+        if name not in self and name not in self.weights:
+            raise ValueError(f"there is no weight {name!r}; were these symmetries found in another model?")
         return self[name] if name in self else in_double(self.weights[name].detach())
 
     def read(self, slot: Slot) -> Tensor:
         """Return the numbers of a slot, (rows, columns)."""
-        return slot.of(self.of(slot.name).contiguous())
+        return slot.of(checked(slot, self.of(slot.name)).contiguous())
 
     def write(self, slot: Slot, rows: Tensor) -> None:
         """Change the numbers of a slot, differentiably."""
-        value = self.of(slot.name).clone(memory_format=torch.contiguous_format)
+        value = checked(slot, self.of(slot.name)).clone(memory_format=torch.contiguous_format)
         slot.of(value).copy_(rows)
         self[slot.name] = value
 

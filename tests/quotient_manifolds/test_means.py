@@ -62,6 +62,8 @@ def test_bad_points_weights_and_counts():
     for wrong in (torch.ones(2), -torch.ones(3), torch.zeros(3)):
         with pytest.raises(ValueError, match="as many weights"):
             frechet_mean(manifold, points, wrong)
+    with pytest.raises(TypeError, match=r"manifold must be one with logarithms.*got str"):
+        frechet_mean("mix", points)
     with pytest.raises(ValueError, match="with k ≥ 1"):
         frechet_mean(manifold, points[:0])
     square = GLQuotientInv(2, 2)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import geoopt
+import numpy as np
 import peft
 import peft.optimizers
 import pytest
@@ -544,6 +545,15 @@ def test_parameters_that_were_replaced_are_refused(kind, change):
     with pytest.raises(ValueError, match="have been replaced or deleted since this optimiser was created"):
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_model_is_a_module_and_a_rate_one_number():
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    for wrong in (np.ones(2), list(layer.parameters()), None):
+        with pytest.raises(TypeError, match=f"model must be a torch module, got {type(wrong).__name__}"):
+            create_quotient_optimizer(wrong, lr=0.1)
+    with pytest.raises(ValueError, match="lr must be a number of at least 0, got tensor"):
+        create_quotient_optimizer(layer, lr=torch.ones(2))
 
 
 def test_every_parameter_group_is_checked():

@@ -136,6 +136,17 @@ def test_pairs_that_are_given_are_those_of_the_canonical_form():
     assert worst(model, "vit", "complete-inv", symmetries=Symmetries()) != own
 
 
+@pytest.mark.parametrize("wrong", ["qk", (), [None]])
+def test_symmetries_are_the_value_that_was_found(wrong):
+    model = build("vit")
+    for make in (
+        lambda: sharpness.WeightSpace(model, MEASURES["geodesic-inv"], wrong),
+        lambda: sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1, symmetries=wrong),
+    ):
+        with pytest.raises(TypeError, match=r"symmetries must be as find\(model\) returns them"):
+            make()
+
+
 def test_sam_is_refused():
     model = build("vit")
     with pytest.raises(ValueError, match="one by one"):

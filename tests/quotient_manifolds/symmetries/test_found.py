@@ -160,6 +160,15 @@ def test_only_what_moves_as_a_whole_is_left():
     assert some.restricted(()).refused[:2] == some.refused  # what is refused stays so, with its cause
 
 
+def test_weights_themselves_are_no_names():
+    """All counted as frozen."""
+    model = encoder()
+    for wrong in (model.parameters(), weights_of(model).values(), [None]):
+        with pytest.raises(TypeError, match="names of weights are strings"):
+            find(model).restricted(wrong)
+    assert find(model).restricted("linear1.weight") == find(model).restricted(["linear1.weight"])
+
+
 def test_adapters_or_the_attention_that_they_change():
     """No number belongs to two: of a model that is trained as a whole the attention has adapters among its rows."""
     model = lora()

@@ -102,6 +102,8 @@ def test_slots_of_complex_weights_and_of_more_dimensions():
         slot(layer, "number")
     with pytest.raises(TypeError, match="must be slices, got 1 and"):
         slot(layer, "plane", 1)
+    with pytest.raises(TypeError, match="transpose of a slot must be True or False, got 1"):
+        slot(layer, "plane", transpose=1)
     layer.inner = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="'inner' of Module is no weight, but of type Linear"):
         slot(layer, "inner")
@@ -287,6 +289,8 @@ def test_factors_outside_networks():
     assert not torch.allclose(*ends["adamw"], atol=1e-2)
     with pytest.raises(ValueError, match=r"matrices \(n, h\) and \(m, h\) with the same h"):
         factor_pair(nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 4)))
+    with pytest.raises(ValueError, match=r"factors are real torch\.nn\.Parameter"):
+        factor_pair([[1.0]], nn.Parameter(torch.ones(3, 1)))
 
 
 def test_pairs_of_different_modules_are_different_pairs():

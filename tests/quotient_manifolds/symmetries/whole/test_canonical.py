@@ -136,6 +136,26 @@ def test_a_kind_that_a_network_lacks_is_named():
     assert set(move_(build("bert"), found, kinds=["gain"])) == {"gain"}
 
 
+@torch.no_grad()
+def test_symmetries_of_another_network_fold_nothing():
+    """Of another shape they read numbers of other entries."""
+    model, found = build("bert"), outside(build("bert"))
+    before = copy.deepcopy(model.state_dict())
+    wide = build("bert")
+    wide.bert.encoder.layer[1].output.dense.weight = nn.Parameter(torch.ones(16, 24))
+    for other, words in (
+        (build("vit"), "there is no weight 'bert.* found in another model"),
+        (wide, r"had shape \(8, 12\) when its symmetries were found and has \(16, 24\) now"),
+    ):
+        for run in (canonicalize_, lambda other, found: canonical_form(weights_of(other), found)):
+            with pytest.raises(ValueError, match=words):
+                run(other, found)
+    for wrong in (None, found.actions, "bert"):
+        with pytest.raises(TypeError, match=r"symmetries must be as find\(model\) returns them"):
+            canonical_form(weights_of(model), wrong)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
 def test_frozen_weights_stay():
     model, name = build("bert"), "bert.encoder.layer.0.intermediate.dense.weight"
     form = canonical_form(weights_of(model), symmetries_of(model).restricted(set(weights_of(model)) - {name}))
