@@ -52,8 +52,37 @@ class Cause(Enum):
         return self in (Cause.UNREACHED, Cause.UNCERTIFIED, Cause.UNNAMED, Cause.FAILED)
 
 
+class _Place:
+    """A place in a network, and slots of two factors: of a pair, or of what might have been one."""
+
+    module: str
+    kind: str
+    head: int | None
+    part: str
+    G: tuple[Slot, ...]
+    H: tuple[Slot, ...]
+
+    @property
+    def name(self) -> str:
+        """Name for messages and tables, such as ``"encoder.layer.3.attention qk head 5"``; ``module`` for your own."""
+        if self.head is None and not self.part:
+            return self.module
+        which = "" if self.head is None else f"{'expert' if self.kind == 'lora' else 'head'} {self.head}"
+        return " ".join(word for word in (self.module, self.kind, which, self.part) if word)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of both factors, as far as they are known."""
+        return self.G + self.H
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights that the slots lie in, each once."""
+        return tuple(dict.fromkeys(s.name for s in self.slots))
+
+
 @dataclass(frozen=True)
-class SymmetricPair:
+class SymmetricPair(_Place):
     """Weights (G, H) that a network sees only through s G Hᴴ.
 
     Attributes
@@ -127,19 +156,9 @@ class SymmetricPair:
             )
 
     @property
-    def name(self) -> str:
-        """Name for messages and tables, such as ``"encoder.layer.3.attention qk head 5"``; ``module`` for your own."""
-        return name_of(self.module, self.kind, self.head, self.part)
-
-    @property
     def label(self) -> str:
         """Its name, as actions have one."""
         return self.name
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The slots of both factors."""
-        return self.G + self.H
 
     @property
     def n(self) -> int:
@@ -171,11 +190,6 @@ class SymmetricPair:
         """Null slots that were taken out of H."""
         return tuple(s for s in self.null if s not in self.H)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the weights that the slots lie in, each once."""
-        return tuple(dict.fromkeys(s.name for s in self.slots))
-
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold on which the tensor of :meth:`gather` is a point; metric is ``"inv"`` or ``"mix"``."""
         from ..manifold import MANIFOLDS  # the optimisers need no manifold
@@ -191,16 +205,8 @@ class SymmetricPair:
         SlotStack([self.slots], self.group).scatter_(x.unsqueeze(0), weights)
 
 
-def name_of(module: str, kind: str, head: int | None, part: str) -> str:
-    """Return the name of a pair, or of what might have been one."""
-    if head is None and not part:
-        return module
-    which = "" if head is None else f"{'expert' if kind == 'lora' else 'head'} {head}"
-    return " ".join(word for word in (module, kind, which, part) if word)
-
-
 @dataclass(frozen=True)
-class Refusal:
+class Refusal(_Place):
     """What has no symmetry, or none that can be used, and why.
 
     Attributes
@@ -231,21 +237,6 @@ class Refusal:
     G: tuple[Slot, ...] = field(default=(), repr=False)
     H: tuple[Slot, ...] = field(default=(), repr=False)
     null: tuple[Slot, ...] = field(default=(), repr=False)
-
-    @property
-    def name(self) -> str:
-        """Name for messages and tables."""
-        return name_of(self.module, self.kind, self.head, self.part)
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The weights, as far as they are known."""
-        return self.G + self.H
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the weights, each once."""
-        return tuple(dict.fromkeys(s.name for s in self.slots))
 
     @property
     def reason(self) -> str:
