@@ -44,6 +44,8 @@ class World:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup | int):  # a number: outside of it
+            raise TypeError(f"group must be a process group of torch.distributed, got {type(group).__name__}")
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:

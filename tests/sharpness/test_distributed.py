@@ -138,3 +138,9 @@ def test_units_go_round():
         world.rank, world.size = rank, 3
     for unit in range(10):
         assert sum(w.owns(unit) for w in worlds) == 1
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), "world", [0, 1]])
+def test_a_group_is_one_of_torch(wrong):
+    with pytest.raises(TypeError, match=f"group must be a process group of .*, got {type(wrong).__name__}"):
+        sharpness.gradient_norm(nn.Linear(2, 2), [(torch.ones(3, 2), torch.arange(3) % 2)], group=wrong)
