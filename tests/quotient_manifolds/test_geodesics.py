@@ -19,7 +19,7 @@ from quotient_manifolds import (
     canonical_gauge,
 )
 from tests import oracle
-from tests.extent import checkered
+from tests.extent import EXHAUSTIVE, checkered
 from tests.geodesics import METRICS, field, metric, problem
 
 # -- geodesic ---------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_every_mode_of_differentiation(name, dtype):
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, slope, rtol=1e-6, atol=1e-6)
     each = torch.func.vmap(torch.func.grad(value))(x, u)
     torch.testing.assert_close(each, expected[0])
-    if name == "mix":  # what torch.vmap hides counts: one item leaves the manifold
+    if name == "mix" and (EXHAUSTIVE or not dtype.is_complex):  # what torch.vmap hides counts: items leave the manifold
         times = manifold.tangent_space_at(x).exit_time(-10 * x)
         assert bool(times.isfinite().all())
         found = torch.func.vmap(lambda x, u: manifold.tangent_space_at(x).exit_time(u))(x, -10 * x)

@@ -273,7 +273,7 @@ def test_a_search_that_breaks_down_leaves_the_others_alone():
 @metric
 def test_interpolation_and_means(name):
     manifold, x, u = problem(name, 5, 4, 2)
-    u = 0.6 * u
+    u = 0.3 * u
     y = manifold.act(manifold.expmap(x, u), torch.randn(2, 2))
     t = torch.tensor([0.0, 0.5, 1.0])
     path = manifold.geodesic_between(x, y, t)
