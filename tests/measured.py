@@ -10,7 +10,7 @@ def values(trained, measure="geodesic-inv", **options):
     """Value of the model and of its twin on the same orbit, with changes of the measure among the options."""
     model, twin, batch = trained
     changes = {k: options.pop(k) for k in list(options) if k in ("geodesic", "symmetry")}
-    options = {"rho": 0.1, "steps": 4, "relative_tol": 0, **options}
+    options = {"rho": 0.1, "steps": 3, "relative_tol": 0, **options}
     return tuple(_value(m, batch, get_measure(measure, **changes), **options) for m in (model, twin))
 
 

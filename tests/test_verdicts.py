@@ -18,12 +18,13 @@ CASES = [(lib, name) for lib in tiny.NAMES for name in tiny.NAMES[lib]()] if EXH
 def test_nothing_is_wrong_and_nothing_crashes(library, name):
     if (library, name) in SAMPLE and name not in tiny.NAMES[library]():
         pytest.skip(f"this {library} has no {name}")
-    row = verdicts.judge(library, name)
+    measures = verdicts.MEASURES[: None if EXHAUSTIVE else 1]
+    row = verdicts.judge(library, name, measures)
     if "left out" in row:
         assert EXHAUSTIVE, row["left out"]
         pytest.skip(row["left out"])
     assert verdicts.word(row["pairs"]) in ("right", "no attention", "none, with a reason"), row
-    assert {verdicts.word(row[measure]) for measure in verdicts.MEASURES} <= {"right", "refused"}, row
+    assert {verdicts.word(row[measure]) for measure in measures} <= {"right", "refused"}, row
 
 
 def test_the_table_says_that_nothing_is_wrong():

@@ -133,7 +133,7 @@ def judge_measure(model, batch, pairs, measure):
     return "right" if far <= 1e-8 and one > 0 else f"wrong: {one:.12g}, and {two:.12g} after moves"
 
 
-def judge(library, name):
+def judge(library, name, measures=MEASURES):
     """Build a model, and say what the packages make of it."""
     torch.set_default_dtype(torch.float32)
     row = {"library": library, "model": name}
@@ -144,7 +144,7 @@ def judge(library, name):
     except Exception as error:
         return row | {"left out": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     row["pairs"], row["reasons"], pairs = judge_pairs(model, batch)
-    return row | {measure: judge_measure(model, batch, pairs, measure) for measure in MEASURES}
+    return row | {measure: judge_measure(model, batch, pairs, measure) for measure in measures}
 
 
 def apart(work, *args):

@@ -16,6 +16,7 @@ import sharpness
 from quotient_manifolds import passes
 from quotient_manifolds import weights as module
 from sharpness import curvature, models, plots
+from sharpness.space import Evidence
 from tests import networks
 from tests.extent import EXHAUSTIVE
 from tests.snapshots import ALL, assert_same, snapshot
@@ -377,11 +378,11 @@ def same(one, two):
     return len(one) == len(two) and all(map(same, one, two)) if isinstance(one, (list, tuple)) else one == two
 
 
-def interrupted(run, moment, seen=None, begin=("put_back", "restore")):
+def interrupted(run, moment, seen=None, end=False):
     """Raise KeyboardInterrupt at the given bytecode; whether it was reached.
 
-    Bytecodes are counted from the first function of the names ``begin`` on, by default the first clean-up. ``seen``
-    lists the names of the functions to which they belong.
+    Bytecodes are counted from the first clean-up on, or from what is done for every batch at its end. ``seen`` lists
+    the names of the functions to which they belong.
     """
     seen, begun = [] if seen is None else seen, False
 
@@ -390,7 +391,7 @@ def interrupted(run, moment, seen=None, begin=("put_back", "restore")):
         if not frame.f_code.co_filename.endswith(OURS):
             return None
         if not begun:
-            if frame.f_code.co_name not in begin:
+            if frame.f_code.co_name not in ("put_back", "restore", "missing")[2 * end :]:
                 return None
             begun, caller = True, frame
             while caller := caller.f_back:  # what is left of those that wait for it belongs to the clean-up
@@ -405,13 +406,23 @@ def interrupted(run, moment, seen=None, begin=("put_back", "restore")):
 
     before = sys.gettrace()  # that of coverage
     sys._getframe().f_trace_opcodes = True  # else Python 3.12 delivers none
-    sys.settrace(trace)
+    original = Evidence.missing
+
+    def missing(self):
+        sys.settrace(trace)
+        return original(self)
+
     try:
+        if end:
+            Evidence.missing = missing
+        else:
+            sys.settrace(trace)
         run()
     except KeyboardInterrupt:
         return True
     finally:
         sys.settrace(before)
+        Evidence.missing = original
     return False
 
 
@@ -431,10 +442,10 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
     for moment in range(1, last, 7 if EXHAUSTIVE else 41):
         assert interrupted(run, moment)
         assert same(state(model), before), f"bytecode {moment}"
-    interrupted(run, 0, end, ("missing",))  # the same bytecodes, without watching all that come before
+    interrupted(run, 0, end, end=True)  # the same bytecodes, without watching those that come before
     assert end[last - len(seen) :] == seen[last:]
     moment = len(end) - (len(seen) - last)
-    while interrupted(run, moment, None, ("missing",)):
+    while interrupted(run, moment, end=True):
         assert same(state(model), before), f"bytecode {moment} of the end"
         moment += 1
     assert moment >= len(end)

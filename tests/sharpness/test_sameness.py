@@ -41,7 +41,7 @@ def test_copies_of_every_family_are_one_function(family):
 
 @pytest.mark.parametrize(
     ("family", "spoil"),
-    list(zip(["deit", "beit", "bert", "llama", "t5", "timm"], ["a weight", "a permutation"] * 3, strict=True)),
+    share(zip(["deit", "beit", "bert", "llama", "t5", "timm"], ["a weight", "a permutation"] * 3, strict=True), 3),
 )
 def test_wrong_copies_are_not_one_function(family, spoil):
     """One number is larger by a tenth; two of a head's values have changed places, but not what reads them."""

@@ -30,6 +30,7 @@ from quotient_manifolds.symmetries.registry import ByClass
 from quotient_manifolds.weights import weights_of
 from tests import networks
 from tests.architectures import IDS, transformers_model
+from tests.extent import share
 from tests.points import close
 
 
@@ -186,8 +187,7 @@ WAYS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("table", [True, False], ids=["known", "examined"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "table"), [*((way, True) for way in WAYS), *((way, False) for way in share(WAYS, 2))])
 def test_ways_to_wrap_a_projection(way, table, monkeypatch):
     """Each is certified and right, or refused: by its class, by its gradient, or by an examination."""
     which, change, outcome = WAYS[way]

@@ -40,7 +40,7 @@ TABLE = Path(__file__).parents[3] / "docs/tables/architectures.csv"
 #: One of each kind, for every run of the tests.
 SOME = {
     "bloom", "dinov3_vit", "cohere", "stablelm", "glm", "olmo2", "llama4_text", "yoso",
-    "qwen3_next", "diffllama", "gpt_bigcode", "nystromformer", "beit_base_patch16_224", "custom", "coca", "falcon",
+    "qwen3_next", "diffllama", "gpt_bigcode", "nystromformer", "beit_base_patch16_224", "custom",
     "sizes, bias_k and bias_v", "decoder layer",
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from quotient_manifolds.symmetries.canonical import canonical_form, write_values
 from quotient_manifolds.symmetries.kinds import Scale
 from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import weights_of
-from tests.extent import EXHAUSTIVE, share
+from tests.extent import EXHAUSTIVE, checkered, share
 from tests.whole_networks import BACKBONES, FAMILIES, build, folded, forward, headed, inputs, symmetries_of
 
 #: LayerScale, shifts that the next sublayer takes back, a bias for each of several readers, tied words, norms of
@@ -233,19 +233,18 @@ def tangents(found, weights):
     return torch.cat([J.reshape(len(J), -1).mT.detach() for J in found])
 
 
-@pytest.mark.parametrize("family", share(SOME, 2))
-def test_dimensions_are_those_of_the_directions(family):
+@pytest.mark.parametrize(("family", "rate"), checkered(share(SOME, 2), (1.0, 0.85)))
+def test_dimensions_are_those_of_the_directions(family, rate):
     """None is counted twice: a symmetry knows which of its directions belong to others that are left."""
     generator = torch.Generator().manual_seed(FAMILIES.index(family))
-    for rate in (1.0, 0.85):
-        model = build(family)
-        weights = weights_of(model)
-        moving = [name for name in weights if torch.rand((), generator=generator) < rate]
-        found = symmetries_of(model, classes=True).restricted(moving)
-        write_values(weights, canonical_form(weights, found).values)
-        sizes = torch.linalg.svdvals(tangents(found, weights))
-        assert int((sizes > 1e-9 * sizes[0]).sum()) == found.dimension
-        assert float(sizes[found.dimension - 1] / sizes[0]) > 1e-4
+    model = build(family)
+    weights = weights_of(model)
+    moving = [name for name in weights if torch.rand((), generator=generator) < rate]
+    found = symmetries_of(model, classes=True).restricted(moving)
+    write_values(weights, canonical_form(weights, found).values)
+    sizes = torch.linalg.svdvals(tangents(found, weights))
+    assert int((sizes > 1e-9 * sizes[0]).sum()) == found.dimension
+    assert float(sizes[found.dimension - 1] / sizes[0]) > 1e-4
 
 
 @pytest.mark.parametrize("frozen", [["classifier.bias"], ["vit.embeddings.patch_embeddings.projection.weight"]])
