@@ -153,8 +153,7 @@ def _nearest_in_the_orbit(name, n, x, y):
     return torch.stack(found)
 
 
-@metric
-@field
+@pytest.mark.parametrize(("name", "dtype"), checkered(METRICS, (torch.float64, torch.complex128)), ids=str)
 def test_one_column_against_a_grid_over_the_group(name, dtype):
     torch.manual_seed(0)
     x, u = torch.randn(2, 10, 5, 1, dtype=dtype)
@@ -337,8 +336,7 @@ def test_distances_differentiate_in_both_points(kind, dtype):
         assert not bool((-g.conj() * d[i]).real.sum() == expected)
 
 
-@metric
-@field
+@pytest.mark.parametrize(("name", "dtype"), checkered(METRICS, (torch.complex128, torch.float64)), ids=str)
 def test_distances_differentiate_in_every_mode(name, dtype):
     manifold, x, u = problem(name, 5, 4, 2, dtype=dtype, batch=(3,))
     y = manifold.act(manifold.retr(x, 0.3 * u), torch.randn(3, 2, 2, dtype=dtype))

@@ -13,8 +13,7 @@ from tests.extent import EXHAUSTIVE, checkered
 
 
 @pytest.mark.parametrize("seed", range(3 if EXHAUSTIVE else 1))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["real", "complex"])
-@pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])
+@pytest.mark.parametrize(("cls", "dtype"), checkered([GLQuotientInv, GLQuotientMix], [torch.complex128, torch.float64]))
 def test_gl_quotients_pass(cls, dtype, seed):
     torch.manual_seed(seed)
     manifold = cls(6, 4)

@@ -33,7 +33,7 @@ from quotient_manifolds.symmetries.roles import proposals, roles_of
 from quotient_manifolds.weights import weights_of
 
 from ... import architectures, networks, zoo
-from ...extent import EXHAUSTIVE
+from ...extent import EXHAUSTIVE, share
 
 #: One line an architecture: library, name, group on queries and keys, on values and outputs.
 TABLE = Path(__file__).parents[3] / "docs/tables/architectures.csv"
@@ -192,7 +192,7 @@ def same(found, others):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("library", "name"), KNOWN_MODELS)
+@pytest.mark.parametrize(("library", "name"), share(KNOWN_MODELS, 2))
 def test_what_is_known_is_what_is_found(library, name, monkeypatch):
     """Every line of the table of classes, against the examination."""
     model, batch = zoo.MODELS[library](name)

@@ -27,6 +27,7 @@ from quotient_manifolds.symmetries.points import Point
 from sharpness.measures import PairBlock
 
 from ...architectures import TRANSFORMERS, adapted, open_clip_model, timm_model, transformers_model
+from ...extent import checkered
 
 
 def encoder():
@@ -49,7 +50,6 @@ MODELS = {
 USUAL = pytest.mark.parametrize(
     "name", ["torch", "timm", "open_clip", "bert", "vit", "llama", "gpt2", "gpt_neox", "phi3-partial", "albert", "t5"]
 )
-METRICS = pytest.mark.parametrize("metric", ["inv", "mix"])
 
 
 def outputs(model, batch):
@@ -131,8 +131,7 @@ def test_a_wrong_conversion_is_noticed(monkeypatch):
         sharpness.evaluate(twin, [batch], loss, **options)
 
 
-@METRICS
-@pytest.mark.parametrize("name", ["bert", "vit", "llama"])
+@pytest.mark.parametrize(("name", "metric"), checkered(["bert", "vit", "llama"], ["inv", "mix"]))
 def test_riemannian_sgd_runs_alike_from_equivalent_starts(name, metric):
     """Ten steps, the pairs of RoPE included, whose points are complex; the plain weights' SGD does not."""
     model, batch = made(name)

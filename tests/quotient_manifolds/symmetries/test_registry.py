@@ -93,7 +93,7 @@ def other_pairing(p):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", share(architectures.TRANSFORMERS, 2))
+@pytest.mark.parametrize("name", share(architectures.TRANSFORMERS, 3))
 def test_a_wrong_layout_is_seen_in_every_architecture(name, monkeypatch):
     """The check of ``test_transformers`` can fail: forget a row, or take another pairing, and the outputs move."""
     model, batch = architectures.transformers_model(name, "eager")

@@ -104,7 +104,7 @@ def test_units_of_a_pooler_may_change_their_signs(family):
     assert align_models(model, copied, kinds=KINDS[:2])[1].distance > 0.01 * found.size
 
 
-@pytest.mark.parametrize("family", ["vit", "bert", "qwen3", "opt", "t5"])
+@pytest.mark.parametrize("family", share(["vit", "bert", "qwen3", "opt", "t5"], 2))
 def test_networks_of_their_own_come_nearer(family):
     (batch,) = inputs(family)
     for seed in (2, 3) if EXHAUSTIVE else (2,):
