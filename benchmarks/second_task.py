@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -67,12 +68,10 @@ GAUGES: dict[str, Callable[[nn.Module], Any]] = {
 
 def increases(model: nn.Module, batch: Batch, measure: str, radii: list[float], statistic: str) -> list[Any]:
     """Measure the increase of the loss at every radius; None where the loss is not finite in the ball."""
-    options = {"steps": 8, "relative_tol": 1e-3} if statistic == "worst" else {"num_samples": 3}
+    worst = partial(sharpness.evaluate, steps=8, relative_tol=1e-3)
+    found = worst if statistic == "worst" else partial(sharpness.average, num_samples=3)
     try:
-        result = sharpness.evaluate(
-            model, [batch], measure=measure, rho=radii, statistic=statistic, keep_directions=False, progress=False,
-            **options,
-        )  # fmt: skip
+        result = found(model, [batch], measure=measure, rho=radii, keep_directions=False, progress=False)
         return [float(result[rho]) for rho in radii]
     except RadiusError:
         return [None] if len(radii) == 1 else [increases(model, batch, measure, [r], statistic)[0] for r in radii]

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .curvature import HessianOperator
     from .direction import Direction, LayerShare, LayerShares, perturbed
-    from .evaluation import evaluate, gradient_norm, hessian
+    from .evaluation import average, evaluate, gradient_norm, hessian
     from .measures import MEASURES, Measure, get_measure
     from .options import Search
-    from .results import BatchResult, SharpnessResult
+    from .results import SharpnessResult
     from .sam import GeodesicSAM
     from .space import WeightSpace
+    from .statistic import BatchResult
 
 __all__ = [
     "MEASURES",
@@ -25,6 +26,7 @@ __all__ = [
     "Search",
     "SharpnessResult",
     "WeightSpace",
+    "average",
     "evaluate",
     "get_measure",
     "gradient_norm",
@@ -35,7 +37,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torch with the first name that needs it, which the parser of the command line does not."""
-    for file in (".evaluation", ".direction", ".measures", ".results", ".sam", ".space") if name in __all__ else ():
+    for file in (".evaluation", ".curvature", ".direction", ".measures", ".results", ".sam", ".space") if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):
             return globals().setdefault(name, getattr(module, name))

@@ -70,10 +70,11 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     """
     from . import losses, models, plots
     from .distributed import World, torchrun
-    from .measures import checked_radii, measure_of
+    from .evaluation import measure_of
+    from .measures import checked_radii
     from .results import summary
     from .study.plan import as_data, of_model, places
-    from .study.run import measured, versions
+    from .study.run import quantity, versions
 
     search, own = Search(**_of(Search, chosen)), RunOptions(**_of(RunOptions, chosen))
     choice, passes = DataChoice(data, **chosen), {"micro_batch": own.micro_batch}
@@ -101,8 +102,8 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         try:
             for name in own.measure:
                 with naming(f"{model} on {data}"):
-                    shown: dict[str, Any] = {"rho": own.rho, "progress": leader and not own.quiet}
-                    results.append(result := measured(name, network, batches, group=group, **how, **shown))
+                    shown: dict[str, Any] = {"group": group, "progress": leader and not own.quiet}
+                    results.append(result := quantity(name, network, batches, search, own.rho, **passes, **shown))
                 if leader:
                     guessing = guessing or losses.loss_of_guessing(network, batches[0], own.micro_batch)
                     if own.out is not None:  # before it is printed, which may fail
@@ -128,13 +129,15 @@ def _of(kind: Any, chosen: dict[str, Any]) -> dict[str, Any]:
 def _print(result: SharpnessResult, guessing: float, *, verbose: bool) -> None:
     """Print what was found, what to compare it with, and what limits it."""
     from .results import REFERENCE, doubts, headline, settings
+    from .statistic import Worst
 
     low, high = REFERENCE.get(result.measure.name, (0.0, 0.0))
     remarks = [*doubts(result), *result.remarks]
     for part in (result[rho] for rho in result.rhos):
         say([headline(part)], "1")
         base, worst = (fmean(getattr(b, name) for b in part.batches) for name in ("base_loss", "worst_loss"))
-        if part.statistic == "worst" and high and part.rhos[0] == result.measure.rho and math.isfinite(guessing):
+        known = isinstance(part.statistic, Worst) and high and part.rhos[0] == result.measure.rho
+        if known and math.isfinite(guessing):
             say([f"  for comparison: {low:.2f} to {high:.2f} nats at this radius in five small models"], "2")
         if part.rhos[0] and base < guessing < worst:
             remarks.append(

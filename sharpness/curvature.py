@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quotient_manifolds.passes import Shared
 
+from .distributed import is_sharded_model
 from .measures import PairBlock
 from .points import PointBlock
 from .space import WeightSpace
@@ -82,6 +83,10 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
+        if is_sharded_model(space.model):
+            raise ValueError(
+                "the Hessian of a sharded model is not measured: FSDP2 has no second derivatives; load it whole"
+            )
         self._along_manifolds = any(isinstance(b, PointBlock) for b in space.blocks)
         if not all(b.quadratic for b in space.blocks if isinstance(b, PairBlock)):
             raise ValueError(

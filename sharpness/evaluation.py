@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
-from functools import partial
+from difflib import get_close_matches
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from tqdm.auto import tqdm
 
-from quotient_manifolds.linalg import as_count
 from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import plain_class, preserve_model_state
 
-from .ascent import ASCENTS, Ascent
-from .curvature import HessianOperator
 from .direction import Direction
 from .distributed import World, checksum, is_sharded_model
-from .errors import blocks, check_flags
+from .errors import check_flags
 from .losses import LossFunction, Objective
-from .measures import Measure, checked_radii, get_measure
-from .measuring import BatchLoss, RadiusError, attached_space, collected
+from .measures import MEASURES, Measure, checked_radii, get_measure
+from .measuring import BatchLoss, attached_space, collected
 from .options import Search
-from .results import BatchResult, SharpnessResult
+from .results import SharpnessResult
+from .statistic import Average, BatchResult, Curvature, GradientNorm, Statistic, Worst
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
-#: Number of times that the radius is halved to look for a larger loss inside the ball.
-_HALVINGS = 12
 
 
 def evaluate(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None, statistic: str = "worst",
+    measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None,
     symmetries: Symmetries | None = None, micro_batch: int | None = None, keep_directions: bool | None = None,
     progress: bool = True, group: ProcessGroup | None = None, **search: Any,
 ) -> SharpnessResult:  # fmt: skip
@@ -62,9 +54,6 @@ def evaluate(
         A name in :data:`MEASURES`: ``"geodesic-inv"``, ``"complete-inv"``, ``"adaptive"``, …; see :func:`get_measure`.
     rho : float or iterable of float, optional
         Radii in the measure's metric, by default its own. A point found in a smaller ball also counts for larger ones.
-    statistic : {"worst", "average", "gradient norm", "Hessian"}
-        The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate; the others are
-        those of :func:`gradient_norm` and :func:`hessian`.
     symmetries : Symmetries, optional
         Those that are divided out, by default ``find(model)``, with the first batch if there is attention of an unknown
         class, which outside of given ones is a warning and a remark.
@@ -79,7 +68,7 @@ def evaluate(
         returns the whole result, but the worst directions that it found. The processes of a sharded model share the
         examples of each batch instead.
     **search
-        Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
+        Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, seed.
 
     Returns
     -------
@@ -111,11 +100,45 @@ def evaluate(
     >>> 0 < float(result[0.1]) < float(result[0.5])
     True
     """
-    objective = Objective(loss_fn, micro_batch)
-    measure, radii, options = _checked(get_measure(measure), rho, statistic, search)
-    return _evaluate(
-        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, symmetries
-    )
+    return measured(
+        Worst(Search(**search)), model, batches, loss_fn, measure=measure, rho=rho, symmetries=symmetries,
+        micro_batch=micro_batch, keep_directions=keep_directions, progress=progress, group=group,
+    )  # fmt: skip
+
+
+def average(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, num_samples: int = 20,
+    seed: int = 0, **options: Any,
+) -> SharpnessResult:  # fmt: skip
+    r"""Measure the average sharpness of a model: by how much its loss rises in the mean over Gaussian directions.
+
+    .. math:: \operatorname{mean}_{\text{batches}}\; \operatorname{mean}_{ξ \sim N(0, ρ^2)} L_{\text{batch}}(R_θ(ξ))
+              - L_{\text{batch}}(θ)
+
+    with independent coordinates in which the metric is the identity, each of standard deviation ρ.
+
+    Parameters
+    ----------
+    model, batches, loss_fn, **options
+        As :func:`evaluate` takes them: measure, rho, symmetries, micro_batch, group and so on.
+    num_samples : int
+        Number of directions, at one forward pass each.
+    seed : int
+        Seed of the directions, which depend only on (seed, batch, number of the direction).
+
+    Returns
+    -------
+    SharpnessResult
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
+    >>> result = sharpness.average(model, [batch], lambda f, x: f(x).square().sum(), measure="euclidean", rho=0.1)
+    >>> len(result.batches[0].history)
+    20
+    """
+    return measured(Average(num_samples, seed), model, batches, loss_fn, **options)
 
 
 def gradient_norm(
@@ -142,12 +165,13 @@ def gradient_norm(
     >>> float(sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean"))
     5.0
     """
-    return evaluate(model, batches, loss_fn, statistic="gradient norm", **options)
+    return measured(GradientNorm(), model, batches, loss_fn, **options)
 
 
 def hessian(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, num_matvecs: int = 20, **options: Any
-) -> SharpnessResult:
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, num_matvecs: int = 20, *,
+    seed: int = 0, **options: Any,
+) -> SharpnessResult:  # fmt: skip
     """Measure the largest eigenvalue and the trace of the Riemannian Hessian (``"euclidean"``: of the ordinary one).
 
     Of several batches it is the mean of their largest eigenvalues, which is at least that of the mean loss. For the
@@ -156,9 +180,11 @@ def hessian(
     Parameters
     ----------
     model, batches, loss_fn, **options
-        As :func:`evaluate` takes them: measure, symmetries, micro_batch, group, the random vectors' seed and so on.
+        As :func:`evaluate` takes them: measure, symmetries, micro_batch, group and so on.
     num_matvecs : int
         Products with the Hessian for its trace, rounded down to a multiple of 3.
+    seed : int
+        Seed of the random vectors.
 
     Returns
     -------
@@ -174,27 +200,22 @@ def hessian(
     >>> round(float(result), 4), round(result.trace, 4)
     (5.0, 5.0)
     """
-    count = as_count("num_matvecs", num_matvecs)
-    return evaluate(model, batches, loss_fn, statistic="Hessian", num_samples=count, **options)
+    return measured(Curvature(num_matvecs, seed), model, batches, loss_fn, **options)
 
 
-def _evaluate(
-    model: nn.Module, batches: Iterable[Any], measure: Measure, radii: tuple[float, ...], statistic: str,
-    search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None,
-    symmetries: Symmetries | None,
+def measured(
+    statistic: Statistic, model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
+    measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None,
+    symmetries: Symmetries | None = None, micro_batch: int | None = None, keep_directions: bool | None = None,
+    progress: bool = True, group: ProcessGroup | None = None,
 ) -> SharpnessResult:  # fmt: skip
-    """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
-    sharded = is_sharded_model(model)
-    if sharded and keep:
+    """Measure any statistic of a model on batches; all else as for :func:`evaluate`."""
+    objective, sharded = Objective(loss_fn, micro_batch), is_sharded_model(model)
+    measure, radii = _where(statistic, get_measure(measure), rho)
+    if sharded and keep_directions:
         raise ValueError("a sharded model keeps no directions, which are as large as it is; leave keep_directions out")
-    if sharded and statistic == "Hessian":
-        raise ValueError(
-            "the Hessian of a sharded model is not measured: FSDP2 has no second derivatives; load it whole"
-        )
     world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
-    starts = search.restarts + 1 if statistic == "worst" else 0
-    total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
-    total *= {"worst": search.steps * starts, "average": search.num_samples}.get(statistic, 1)
+    total = -(-len(batches) // world.size) * len(radii) * statistic.work if isinstance(batches, Sized) else 0
     weights = model.state_dict() if world.size > 1 else {}
     contents = {f"{name!r} of the model": checksum(t) for name, t in weights.items()}
     results: list[BatchResult] = []
@@ -207,176 +228,83 @@ def _evaluate(
         progress_bar(total or None, measure.name, "step", progress=progress) as bar,
         attached_space(model, batches, measure, objective, symmetries) as (space, numbered),
     ):
+
+        def keep(point: Tensor | None) -> Direction | None:
+            size = (len(directions) + 1) * space.dim * space.dtype.itemsize  # with this one
+            wanted = not sharded and size <= _DIRECTIONS if keep_directions is None else keep_directions
+            return space.direction(point) if wanted and point is not None else None
+
         for index, batch in numbered:
             if world.size > 1:
                 contents[f"batch {index}"] = checksum(batch)
-            if not world.owns(index):
-                continue
-            loss = BatchLoss(space, objective, batch, index)
-            climb = _Climb(loss, search, bar)
-            best: BatchResult | None = None
-            direction: Direction | None = None
-            for rho in sorted(radii):  # what was found in a smaller ball stays until there is a larger loss
-                began, loss.passes = time.perf_counter(), 0
-                if statistic == "average":
-                    best = climb.average(rho)
-                elif statistic != "worst":
-                    best = climb.at_weights(hessian=statistic == "Hessian")
-                for start in range(starts):
-                    result, point = climb.worst(rho, start, last=(rho, start + 1) == (max(radii), starts))
-                    if best is None or result.value > best.value:
-                        size = (len(directions) + 1) * space.dim * space.dtype.itemsize  # with this one
-                        best = result
-                        wanted = not sharded and size <= _DIRECTIONS if keep is None else keep
-                        direction = space.direction(point) if wanted else None
-                    del point  # as large as the model
-                assert best is not None
-                if best.rho < rho:  # how far the search got there says nothing of this ball
-                    best = replace(best, fw_gap=None, converged=None if best.converged is None else False)
-                seconds = time.perf_counter() - began
-                best = replace(best, rho=rho, passes=loss.passes + 1, worst_error=loss.worst_error, seconds=seconds)
-                results.append(best)
-                if direction is not None:
-                    directions[index, rho] = direction
+            if world.owns(index):
+                loss = BatchLoss(space, objective, batch, index)
+                for result, direction in _over_radii(statistic, loss, radii, bar, keep):
+                    results.append(result)
+                    if direction is not None:
+                        directions[index, result.rho] = direction
         shares.append((results, *space.evidence.missing(), contents))
     results, uncertified, remarks = collected(space, shares)
     results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
-        measure, statistic, radii, search, plain_class(model).__name__, *space.spectrum(), uncertified, tuple(results),
+        measure, statistic, radii, plain_class(model).__name__, *space.spectrum(), uncertified, tuple(results),
         remarks, space.divided, directions,
     )  # fmt: skip
 
 
-def _checked(
-    measure: Measure, rho: float | Iterable[float] | None, statistic: str, options: Mapping[str, Any]
-) -> tuple[Measure, tuple[float, ...], Search]:
-    """Return the measure, its radii, 0 at the weights themselves, and the options of the search."""
-    if statistic not in ("worst", "average", "gradient norm", "Hessian"):
-        raise ValueError(f"statistic must be 'worst', 'average', 'gradient norm' or 'Hessian', got {statistic!r}")
-    search = Search(**options)
-    if search.restarts and statistic != "worst":
-        raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
-    if statistic in ("worst", "average"):
-        return measure, checked_radii(measure, rho), search
+def _where(
+    statistic: Statistic, measure: Measure, rho: float | Iterable[float] | None
+) -> tuple[Measure, tuple[float, ...]]:
+    """Return the measure and its radii, 0 at the weights themselves."""
+    if not statistic.local:
+        return measure, checked_radii(measure, rho)
     if rho is not None:
-        raise ValueError(f"the {statistic} is that at the weights, without a radius; leave rho out")
+        raise ValueError(f"the {statistic.name} is that at the weights, without a radius; leave rho out")
     if measure.divides and measure.geodesic == "exact":  # the same Hessian
         measure = replace(measure, geodesic="second-order")
-    return measure, (0.0,), search
+    return measure, (0.0,)
 
 
-class _Climb:
-    """The search for the largest loss of a batch, or for its mean, in balls around the weights."""
+def _over_radii(
+    statistic: Statistic, loss: BatchLoss, radii: Sequence[float], bar: Any,
+    keep: Callable[[Tensor | None], Direction | None],
+) -> Iterator[tuple[BatchResult, Direction | None]]:  # fmt: skip
+    """Measure a batch at every radius, the smallest first, and keep the best of several starts, and where it is.
 
-    def __init__(self, loss: BatchLoss, search: Search, bar: Any) -> None:
-        self.loss, self.space, self.search, self.bar = loss, loss.space, search, bar
-        self._result = partial(BatchResult, batch=loss.index, base_loss=loss.base, base_error=loss.base_error)
+    What was found in a ball counts for the larger ones around it, until there is a larger value.
+    """
+    best: BatchResult | None = None
+    direction: Direction | None = None
+    for rho in sorted(radii):
+        began, passes = time.perf_counter(), loss.passes
+        best = best if statistic.nested else None
+        for start in range(statistic.starts):
+            last = (rho, start + 1) == (max(radii), statistic.starts)
+            result, point = statistic.measure(loss, rho, start, bar, last=last)
+            if best is None or result.value > best.value:
+                best, direction = result, keep(point)
+            del point  # as large as the model
+        assert best is not None
+        best = best.inside(rho) if best.rho < rho else best
+        seconds, passes = time.perf_counter() - began, loss.passes - passes + 1  # with the one at the weights
+        best = replace(best, passes=passes, worst_error=loss.worst_error, seconds=seconds)
+        yield best, direction
 
-    def at_weights(self, *, hessian: bool) -> BatchResult:
-        """Measure the gradient's length, or the Hessian."""
-        loss, trace, error = self.loss, None, None
-        value = self.space.norm(loss.base_gradient)
-        if hessian:
-            operator = HessianOperator(self.space, loss.losses)
-            value = operator.largest_eigenvalue(seed=self.search.seed)
-            trace, error = operator.trace(self.search.num_samples, seed=self.search.seed)
-            loss.passes += operator.num_matvecs
-        self.bar.update()
-        return self._result(rho=0.0, value=value, worst_loss=loss.base, trace=trace, std_error=error)
 
-    def average(self, rho: float) -> BatchResult:
-        """Average the loss over Gaussian directions."""
-        loss, losses = self.loss, list[float]()
-        loss.worst_error = loss.base_error
-        for sample in range(self.search.num_samples):
-            losses.append(loss(self._random(sample).mul_(rho)))
-            self._show(rho, losses)
-        value = statistics.fmean(losses) - loss.base
-        error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
-        return self._result(rho=rho, value=value, worst_loss=max(losses), history=tuple(losses), std_error=error)
+#: Quantities at the weights by their names in ``sharpness run`` and sweeps: the measure, and the statistic for a seed.
+LOCAL: dict[str, tuple[str, Callable[[int], Statistic]]] = {
+    "gradient-norm": ("geodesic-inv", lambda _: GradientNorm()),
+    "riemannian-hessian": ("geodesic-inv", lambda seed: Curvature(seed=seed)),
+    "euclidean-hessian": ("euclidean", lambda seed: Curvature(seed=seed)),
+}
 
-    def worst(self, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor]:
-        """Look for the largest loss, and return also where it is.
 
-        If the loss rises nowhere on the sphere, or falls outwards at the best point, the search goes on inside the
-        ball: on spheres of half the radius each time, since a bounded loss may oscillate, and by Auto-PGD in the whole
-        ball from the best point of these. ``last`` says that no other ascent of the batch follows, so that the gradient
-        at the weights may be freed.
-        """
-        loss, space, search, info = self.loss, self.space, self.search, torch.finfo(self.space.dtype)
-        if rho > 0.1 * info.max:
-            raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
-        gap_at_weights = rho * space.norm(loss.base_gradient)
-        flat = gap_at_weights <= 10 * info.eps * abs(loss.base)
-        at_weights = start == 0 and not flat
-        known = [loss.base_gradient] if at_weights else []  # the pass at the weights was made before
-        if last:
-            del loss.base_gradient
-        values: list[float] = []
-
-        def f(x: Tensor, out: Tensor | None) -> float:
-            if known and out is not None:
-                out.copy_(known.pop())
-                value = loss.base
-            else:
-                value = loss(x, out)
-            values.append(value)
-            if len(values) > 1:  # the start is no step
-                self._show(rho, values)
-            return value
-
-        def climb(ascent: str, point: Tensor, radius: float, *, further: bool = True) -> Ascent:
-            if further:
-                self.bar.total = self.bar.total and self.bar.total + search.steps
-            found = ASCENTS[ascent](
-                f, point, radius, search.steps, relative_tol=search.relative_tol, base=loss.base, world=space.world
-            )
-            self.bar.update(search.steps + 1 - len(values))
-            values.clear()
-            return found
-
-        point = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
-        best, halving = climb(search.ascent, point, rho, further=False), 0
-        while best.value <= loss.base or (best.slope is not None and best.slope < 0):
-            if space.norm(best.point) == 0 or halving == _HALVINGS:
-                break
-            halving += 1
-            point = self._to_sphere(best.point.clone(), rho / 2**halving)
-            found = climb(search.ascent, point, rho / 2**halving)
-            if found.value <= best.value and best.value > loss.base:
-                break
-            best = found if found.value > best.value else best
-        if halving:
-            best = climb("apgd", best.point.clone(), rho)
-        point, value, gap, converged = best.point, best.value, best.fw_gap, best.converged
-        if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
-            point, value, gap = point.zero_(), loss.base, gap_at_weights
-            converged = flat if search.relative_tol else None
-        result = self._result(
-            rho=rho, value=value - loss.base, worst_loss=value, history=best.history, fw_gap=gap, converged=converged,
-            random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
-        )  # fmt: skip
-        return result, point
-
-    def _to_sphere(self, x: Tensor, rho: float) -> Tensor:
-        return x.mul_(rho / self.space.norm(x))
-
-    def _random(self, number: int) -> Tensor:
-        entropy = (self.search.seed, self.loss.index, number)
-        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) % 2**63
-        xi = self.space.random(torch.Generator().manual_seed(seed))
-        if self.space.norm(xi) == 0:
-            raise ValueError(
-                "there is no direction to move in: all trainable weights are zero or belong to pairs of rank 0 "
-                "(LoRA's B = 0 before training); measure a trained model"
-            )
-        return xi
-
-    def _show(self, rho: float, losses: list[float]) -> None:
-        self.bar.update()
-        if not self.bar.disable:
-            best = f"rho={rho:g}, best={max(losses):.4f} {blocks(losses[-20:], min(losses))}"
-            self.bar.set_postfix_str(best, refresh=False)
+def measure_of(name: str) -> Measure:
+    """Return the measure with a name in MEASURES or LOCAL."""
+    if name not in MEASURES and name not in LOCAL:
+        close = "".join(f" (did you mean {other}?)" for other in get_close_matches(name, [*MEASURES, *LOCAL], 1))
+        raise ValueError(f"unknown measure {name!r}{close}; choose one of {', '.join([*MEASURES, *LOCAL])}")
+    return get_measure(LOCAL[name][0] if name in LOCAL else name)
 
 
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:

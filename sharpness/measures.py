@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -116,13 +115,6 @@ MEASURES: dict[str, Measure] = {
     "euclidean": Measure("euclidean", elementwise="euclidean", rho=0.05),
 }
 
-#: Quantities at the weights by their names in ``sharpness run`` and sweeps: the measure, and the statistic.
-LOCAL: dict[str, tuple[str, str]] = {
-    "gradient-norm": ("geodesic-inv", "gradient norm"),
-    "riemannian-hessian": ("geodesic-inv", "Hessian"),
-    "euclidean-hessian": ("euclidean", "Hessian"),
-}
-
 
 def get_measure(measure: str | Measure, **changes: Any) -> Measure:
     """Look up a measure by name, and change some of its fields.
@@ -160,14 +152,6 @@ def get_measure(measure: str | Measure, **changes: Any) -> Measure:
                     f"any other weight; leave {key} out, or use a geodesic measure"
                 )
     return replace(measure, **changes)
-
-
-def measure_of(name: str) -> Measure:
-    """Return the measure with a name in MEASURES or LOCAL."""
-    if name not in MEASURES and name not in LOCAL:
-        close = "".join(f" (did you mean {other}?)" for other in get_close_matches(name, [*MEASURES, *LOCAL], 1))
-        raise ValueError(f"unknown measure {name!r}{close}; choose one of {', '.join([*MEASURES, *LOCAL])}")
-    return get_measure(LOCAL[name][0] if name in LOCAL else name)
 
 
 def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:

@@ -72,7 +72,9 @@ class BatchLoss:
     base : float
         Loss at the weights.
     base_gradient : Tensor
-        (dim,), the gradient there.
+        (dim,), the gradient there, until it is released.
+    slope : float
+        Its length.
     base_error, worst_error : float or None
         Fraction of misclassified examples: at the weights, and the largest so far.
     passes : int
@@ -97,6 +99,15 @@ class BatchLoss:
                 f"{self.base:.6g}; "
                 f"{zero_norm(space.model) or 'check the model and loss_fn for a square root or logarithm at zero'}"
             )
+        self.slope = space.norm(self.base_gradient)
+
+    def release_gradient(self) -> None:
+        """Free the gradient at the weights, which is as large as the model."""
+        del self.base_gradient
+
+    def forget_errors(self) -> None:
+        """Count only misclassified examples at the weights, and from here on."""
+        self.worst_error = self.base_error
 
     def __call__(self, xi: Tensor | None, out: Tensor | None = None) -> float:
         """Evaluate the loss at a vector (None: at the weights), and write the gradient there to ``out``, if given."""
@@ -116,6 +127,7 @@ class BatchLoss:
 
     def losses(self) -> Iterator[Tensor]:
         """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
+        self.passes += 1
         self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         for k, (weight, piece) in enumerate(self.pieces):
             loss, wrong, counted, _ = self.objective(self.space.model, piece)
@@ -127,8 +139,7 @@ class BatchLoss:
             yield loss * weight if weight != 1 else loss
 
     def _total(self, xi: Tensor | None) -> float:
-        """Add up the losses and errors of the pieces of all processes, and count the pass."""
-        self.passes += 1
+        """Add up the losses and errors of the pieces of all processes."""
         value, wrong, counted = self.space.world.sum(self._sums).tolist()
         value /= self.space.world.size
         if math.isfinite(value):

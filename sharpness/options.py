@@ -45,10 +45,8 @@ class Search:
         The generalised power method or Auto-PGD, see :mod:`sharpness.ascent`.
     restarts : int
         Number of further ascents from random directions; the best result counts.
-    num_samples : int
-        Number of random directions of an average, at one forward pass each.
     seed : int
-        Seed of the random directions, which depend only on (seed, batch, number of the start or sample).
+        Seed of the random directions, which depend only on (seed, batch, number of the start).
 
     Raises
     ------
@@ -61,19 +59,18 @@ class Search:
 
     >>> import sharpness, torch
     >>> batch = torch.eye(2), torch.tensor([0, 1])
-    >>> sharpness.evaluate(torch.nn.Linear(2, 2), [batch], measure="adaptive", restarts=1, seed=3).search
-    Search(steps=20, relative_tol=0.0003, ascent='power', restarts=1, num_samples=20, seed=3)
+    >>> sharpness.evaluate(torch.nn.Linear(2, 2), [batch], measure="adaptive", restarts=1, seed=3).statistic.search
+    Search(steps=20, relative_tol=0.0003, ascent='power', restarts=1, seed=3)
     """
 
     steps: int = 20
     relative_tol: float = 3e-4
     ascent: AscentName = "power"
     restarts: int = 0
-    num_samples: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _count(self, steps=1, restarts=0, num_samples=1, seed=0)
+        _count(self, steps=1, restarts=0, seed=0)
         tol = self.relative_tol
         if isinstance(tol, bool) or not isinstance(tol, Real) or not 0 <= tol < math.inf:
             raise ValueError(f"relative_tol must be a number of at least 0, got {tol!r}")

@@ -15,7 +15,7 @@ from .direction import PARTS, Direction, LayerShare, LayerShares
 from .errors import aligned
 from .files import write_json
 from .measures import Measure
-from .options import Search
+from .statistic import BatchResult, Statistic, WorstResult
 
 #: Largest ρ/σ_h at which the ball of the mix metric stays on the manifold.
 LEAVES = 2**-0.5
@@ -31,79 +31,6 @@ REFERENCE = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchResult:
-    """The result on one batch at one radius, or at the weights themselves (radius 0).
-
-    Attributes
-    ----------
-    batch : int
-        Position of the batch.
-    rho : float
-        Radius of the ball; 0 for the gradient norm and the Hessian.
-    value : float
-        The sharpness: the worst or the mean perturbed loss, minus the base loss; or the gradient norm, or the largest
-        eigenvalue of the Hessian.
-    base_loss, worst_loss : float
-        Loss at the weights, and the largest loss found.
-    base_error, worst_error : float or None
-        Fraction of the batch that is misclassified: at the weights, and the largest at any point evaluated. None if
-        labels or scores are not known.
-    passes : int
-        Passes through the model for the batch and radius, including the one at the weights; a product with the Hessian
-        counts as one.
-    seconds : float
-        Wall time.
-    random_start : bool
-        The gradient at the weights was zero to within rounding, so the ascent began in a random direction.
-    fw_gap : float or None
-        Frank–Wolfe gap: the first-order estimate of what a further step from the worst point can gain, see
-        :class:`sharpness.ascent.Ascent`. None if it is not known, as for a worst point found in a smaller ball.
-    converged : bool or None
-        Whether the gap is known to be below the tolerance; None without a tolerance.
-    trace : float or None
-        An estimate of the Hessian's trace.
-    std_error : float or None
-        Standard error of an average over random directions, or of the trace.
-    distance : float
-        Distance of the worst point from the weights, in the ball's norm: ρ, or less where the loss is larger inside the
-        ball. 0 for averages.
-    num_exited_pairs : int
-        Number of pairs whose exact mix geodesic to the worst point would have left the manifold and was shortened.
-    history : tuple of float
-        Loss at every iterate of the best ascent, or in every random direction.
-
-    Examples
-    --------
-    The loss at the weights, how far it rises, and where that ends:
-
-    >>> import torch, sharpness
-    >>> model, batch = torch.nn.Linear(2, 2, bias=False), (torch.eye(2), torch.tensor([0, 1]))
-    >>> model.weight.data = torch.eye(2)
-    >>> found = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.5).batches[0]
-    >>> print(f"{found.base_loss:.3f} + {found.value:.3f} = {found.worst_loss:.3f} in {found.passes} passes")
-    0.313 + 0.108 = 0.421 in 2 passes
-    """
-
-    batch: int
-    rho: float
-    value: float
-    base_loss: float
-    worst_loss: float
-    base_error: float | None
-    passes: int = 1
-    seconds: float = 0.0
-    worst_error: float | None = None
-    random_start: bool = False
-    fw_gap: float | None = None
-    converged: bool | None = None
-    trace: float | None = None
-    std_error: float | None = None
-    distance: float = 0.0
-    num_exited_pairs: int = 0
-    history: tuple[float, ...] = ()
-
-
 @dataclass(frozen=True)
 class SharpnessResult:
     r"""The sharpness of a model at one or several radii, or at its weights themselves; ``print`` shows the answer.
@@ -115,12 +42,10 @@ class SharpnessResult:
     ----------
     measure : Measure
         The metric and retraction.
-    statistic : str
-        ``"worst"``, ``"average"``, ``"gradient norm"`` or ``"Hessian"``.
+    statistic : Statistic
+        What was measured, with its options: see :mod:`sharpness.statistic`.
     rhos : tuple of float
         The radii, in the requested order; (0.0,) at the weights themselves.
-    search : Search
-        Options of the search.
     model : str
         Class of the model.
     min_singular_value : float or None
@@ -156,9 +81,8 @@ class SharpnessResult:
     """
 
     measure: Measure
-    statistic: str
+    statistic: Statistic
     rhos: tuple[float, ...]
-    search: Search
     model: str
     min_singular_value: float | None
     num_null: int
@@ -184,7 +108,7 @@ class SharpnessResult:
 
     def _mean(self, name: str) -> float | None:
         self._only_rho()
-        values = [getattr(b, name) for b in self.batches]
+        values: list[Any] = [getattr(b, name, None) for b in self.batches]
         return None if None in values else fmean(values)
 
     def __float__(self) -> float:
@@ -268,6 +192,7 @@ class SharpnessResult:
 
         found: dict[str, Any] = json.loads(json.dumps(asdict(replace(self, symmetries=Symmetries(), _directions={}))))
         del found["_directions"]
+        found["statistic"]["name"] = self.statistic.name
         found["symmetries"] = {"dimension": self.symmetries.dimension, "digest": digest(self.symmetries)}
         return {**found, "sharpness": {str(rho): float(self[rho]) for rho in self.rhos}}
 
@@ -287,9 +212,8 @@ class SharpnessResult:
 
 def headline(result: SharpnessResult) -> str:
     """Say what was found at one radius, or at the weights; what is longer than a line stands on two."""
-    what = {"worst": "sharpness", "average": "average sharpness", "Hessian": "largest eigenvalue"}
-    said = f"{what.get(result.statistic, result.statistic)} {_amount(result)}"
-    if result.statistic not in ("worst", "average"):
+    said = f"{result.statistic.title} {_amount(result)}"
+    if result.statistic.local:
         error = "" if result.std_error is None else f" ± {result.std_error:.2g}"
         trace = "" if result.trace is None else f", trace {result.trace:.3g}{error}"
         count = len(result.batches)
@@ -318,7 +242,7 @@ def summary(results: Sequence[SharpnessResult]) -> str:
     """Tabulate several measures and radii, with the shares of the parts of the network in the worst directions."""
     lines, shares = list[list[str]](), list[dict[str, float]]()
     for part in (result[rho] for result in results for rho in result.rhos if rho):
-        done = sum(b.converged is not False for b in part.batches)
+        done = len(part.batches) - limits(part)["unconverged"]
         lines.append([part.measure.name, f"{part.rhos[0]:.4g}", _amount(part), f"{done} of {len(part.batches)}"])
         try:
             shares.append(part.by_layer().by_part())
@@ -335,8 +259,8 @@ def summary(results: Sequence[SharpnessResult]) -> str:
 def settings(result: SharpnessResult) -> str:
     """Say how it was measured."""
     count, passes = len(result.batches) // len(result.rhos), fmean(b.passes for b in result.batches)
-    how = [f"{count} batches", repr(result.measure), repr(result.search), f"{passes:.1f} passes a batch and radius"]
-    return f"{result.statistic} of {result.model}: {', '.join(how)}"
+    how = [f"{count} batches", repr(result.measure), repr(result.statistic), f"{passes:.1f} passes a batch and radius"]
+    return f"{result.statistic.name} of {result.model}: {', '.join(how)}"
 
 
 #: What limits numbers, by the name of its count.
@@ -360,14 +284,14 @@ def _ratio(result: SharpnessResult) -> float:
 
 def limits(result: SharpnessResult) -> dict[str, int]:
     """Count what limits the numbers, by the names of DOUBTS."""
-    batches = result.batches
+    worst = [b for b in result.batches if isinstance(b, WorstResult)]
     return {
         "breakdown": int(_ratio(result) > LEAVES),
         "num_uncertified": result.num_uncertified,
         "num_null": result.num_null,
-        "random_start": sum(b.random_start for b in batches),
-        "num_exited_pairs": sum(b.num_exited_pairs > 0 for b in batches),
-        "unconverged": sum(b.converged is False for b in batches),
+        "random_start": sum(b.random_start for b in worst),
+        "num_exited_pairs": sum(b.num_exited_pairs > 0 for b in worst),
+        "unconverged": sum(b.converged is False for b in worst),
     }
 
 

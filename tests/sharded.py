@@ -114,7 +114,7 @@ def random_vectors(which, model, batches):
         vectors["products"] = gram_matrix(one, two, world=space.world)[0, 1]
     if which not in VARIED:
         return vectors
-    mean = sharpness.evaluate(model, batches, statistic="average", num_samples=50, rho=0.003, progress=False)
+    mean = sharpness.average(model, batches, num_samples=50, rho=0.003, progress=False)
     return vectors | {"mean": float(mean), "std_error": mean.std_error}
 
 

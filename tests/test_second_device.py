@@ -63,12 +63,12 @@ def text_model(device):
     return model.to(device), batches
 
 
-def searched(measure, **options):
+def searched(measure, statistic=sharpness.evaluate, **options):
     options = options or {"steps": 2}
 
     def call(device):
         model, batches = picture_model(device)
-        result = sharpness.evaluate(model, batches, measure=measure, rho=[0.02, 0.05], progress=False, **options)
+        result = statistic(model, batches, measure=measure, rho=[0.02, 0.05], progress=False, **options)
         return [float(result[rho]) for rho in (0.02, 0.05)]
 
     return call
@@ -242,7 +242,7 @@ def points(device):
             float(sharpness.evaluate(model, batch, measure=m, steps=2, **options))
             for m in ("geodesic-inv", "geodesic-mix")
         ),
-        float(sharpness.evaluate(model, batch, statistic="average", num_samples=2, **options)),
+        float(sharpness.average(model, batch, num_samples=2, **options)),
         float(sharpness.gradient_norm(model, batch, **options)),
         float(sharpness.hessian(model, batch, num_matvecs=2, **options)),
     ]
@@ -293,7 +293,7 @@ CALLS = {
     "apgd": searched("geodesic-inv", ascent="apgd", steps=3),
     "micro-batches": searched("geodesic-inv", micro_batch=5, steps=2),
     "means": means,
-    "average": searched("geodesic-inv", statistic="average", num_samples=2),
+    "average": searched("geodesic-inv", sharpness.average, num_samples=2),
     "at the weights": at_the_weights,
     "derivatives": derivatives("geodesic-inv"),
     "derivatives of the whole": derivatives("complete-mix"),

@@ -19,7 +19,8 @@ from msgspec import Meta, Struct, field
 
 from ..data import is_function
 from ..errors import naming, words_of
-from ..measures import LOCAL, checked_radii, measure_of
+from ..evaluation import LOCAL, measure_of
+from ..measures import checked_radii
 from ..models import INPUTS
 from ..options import DataChoice, Search
 
@@ -71,7 +72,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     initial : str or None
         For it, the model from which all were fine-tuned: a state dict's file or a transformers folder.
     measures : tuple of str
-        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.measures.LOCAL``.
+        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.evaluation.LOCAL``.
     rho : float, tuple of float, or dict of these by measure
         Radii; by default the measure's own.
     search : Search

@@ -21,14 +21,14 @@ from tqdm.auto import tqdm
 
 from ..data import check_source
 from ..errors import called, naming, words_of
-from ..evaluation import evaluate, progress_bar
+from ..evaluation import LOCAL, measure_of, measured, progress_bar
 from ..files import check_folder, write_json
 from ..losses import Objective, count_examples
-from ..measures import LOCAL, measure_of
 from ..measuring import RadiusError
 from ..models import LoadedModel, checked_device, load, load_state_dict, move
-from ..options import Batches
-from ..results import limits
+from ..options import Batches, Search
+from ..results import SharpnessResult, limits
+from ..statistic import Worst
 from .plan import Checkpoint, Sweep, shard_of
 from .rows import Row, in_words, job_key, rows_of
 
@@ -187,23 +187,23 @@ def _attempt(job: Row, inputs: _Inputs, *, progress: bool) -> list[Row]:
     return [{**row, "seconds": time.perf_counter() - start} for row in rows]
 
 
-def measured(name: str, model: nn.Module, batches: Any, **settings: Any) -> Any:
-    """Measure a quantity by its name in ``MEASURES`` or ``LOCAL``, with the settings of a sweep."""
-    statistic = "worst"
+def quantity(
+    name: str, model: nn.Module, batches: Any, search: Search, rho: Any = None, **options: Any
+) -> SharpnessResult:
+    """Measure a quantity by its name in ``MEASURES`` or ``LOCAL``; one at the weights has no radius."""
     if name in LOCAL:
-        statistic = LOCAL[name][1]
-        own = ("micro_batch", "group", "progress", "seed")
-        settings = {k: v for k, v in settings.items() if k in own}
-    return evaluate(model, batches, measure=measure_of(name), statistic=statistic, **settings)
+        return measured(LOCAL[name][1](search.seed), model, batches, measure=measure_of(name), **options)
+    return measured(Worst(search), model, batches, measure=measure_of(name), rho=rho, **options)
 
 
 def _sharpness(job: Row, inputs: _Inputs, progress: bool) -> list[Row]:
     """Return a row for each radius."""
     radii, rows = sorted(job["rho"]), list[Row]()
-    settings = {**job["settings"], "keep_directions": False, "progress": progress}
+    settings = {k: v for k, v in job["settings"].items() if k in Search.__dataclass_fields__}
+    options = {"micro_batch": job["settings"]["micro_batch"], "keep_directions": False, "progress": progress}
     while True:
         try:
-            result = measured(job["measure"], inputs.loaded.model, inputs.data, rho=radii, **settings)
+            result = quantity(job["measure"], inputs.loaded.model, inputs.data, Search(**settings), radii, **options)
             break
         except RadiusError as error:
             if len(radii) < 2:

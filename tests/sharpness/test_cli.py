@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import reproduction.cli
+import sharpness
 from quotient_manifolds import lora_command
 from quotient_manifolds.symmetries import (
     ALL,
@@ -136,7 +137,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     assert float(found[1]) == pytest.approx(sum(values) / 3, abs=0.06 * expected)  # as many digits as the error has
     assert float(found[2]) == pytest.approx(expected, rel=0.05)
     assert cli.main([*arguments[:3], "--measure", "gradient-norm", "--quiet"]) == 0
-    found = evaluate(spread.model(), spread.batches(), statistic="gradient norm")
+    found = sharpness.gradient_norm(spread.model(), spread.batches(), progress=False)
     values = [b.value for b in found.batches]
     expected = (sum((v - sum(values) / 3) ** 2 for v in values) / 2 / 3) ** 0.5
     form = r"gradient norm (\S+) ± (\S+), mean over 3 batches \(geodesic-inv\)\n"
@@ -193,7 +194,7 @@ def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
     def unknown(*_, **__):
         raise UnknownAttentionError("encoder", nn.Linear, "softmax")
 
-    monkeypatch.setattr("sharpness.study.run.evaluate", unknown)
+    monkeypatch.setattr("sharpness.study.run.measured", unknown)
     assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--rho", "0.1", "--quiet"]) == 2
     assert 'or use measure="adaptive", which needs none\n' in capsys.readouterr().err
 

@@ -246,7 +246,6 @@ def with_dropout(model, batch):
         ({"steps": 0}, "steps must be a whole number of at least 1"),
         ({"restarts": -1}, "restarts must be a whole number of at least 0"),
         ({"measure": "flatness"}, "unknown measure 'flatness'; choose one of geodesic-inv"),
-        ({"statistic": "third"}, "statistic must be 'worst', 'average'"),
         ({"batches": []}, "batches is empty"),
         ({"batches": [(torch.ones(0, 1, 8, 8), torch.ones(0).long())]}, "a batch has no labels; leave it out"),
         ({"batches": [torch.ones(3)]}, "a batch is a dict .* pass loss_fn"),
@@ -535,7 +534,7 @@ def test_the_sphere_alone_would_fall(monkeypatch):
     options = {"measure": "euclidean", "progress": False}
     inside = [sharpness.evaluate(model, [batch], sine, rho=rho, **options) for rho in (0.5, 1.0, 2.0)]
     assert all(float(r) > 1 for r in inside)
-    monkeypatch.setattr("sharpness.evaluation._HALVINGS", 0)
+    monkeypatch.setattr("sharpness.statistic._HALVINGS", 0)
     on_sphere = [float(sharpness.evaluate(model, [batch], sine, rho=rho, **options)) for rho in (0.5, 1.0, 2.0)]
     assert min(on_sphere) < 0.9 * max(on_sphere)
 
@@ -637,6 +636,15 @@ def test_the_canonical_form_is_compared_as_precisely_as_the_model_computes(wrong
         assert float(sharpness.evaluate(model, [batch], **options)) == pytest.approx(expected, rel=1e-4)
 
 
+def test_options_of_an_average_are_named():
+    for options, words in (({"num_samples": 0}, "num_samples must be a whole number of at least 1"),
+                           ({"seed": -1}, "seed must be a whole number of at least 0")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            sharpness.average(networks.vit(), [networks.images()], **options)
+    with pytest.raises(ValueError, match="the gradient norm is that at the weights, without a radius"):
+        sharpness.gradient_norm(networks.vit(), [networks.images()], rho=0.1)
+
+
 def test_average_case_of_a_quadratic_is_half_the_trace():
     """Around its minimum and in many dimensions, where a sample varies by a tenth or so of the mean."""
     torch.manual_seed(1)
@@ -647,11 +655,11 @@ def test_average_case_of_a_quadratic_is_half_the_trace():
         w = model.weight[0] - start
         return 0.5 * w @ H @ w
 
-    options = {"rho": 0.1, "statistic": "average", "num_samples": 200}
-    plain = sharpness.evaluate(model, [0], loss, measure="euclidean", **options).batches[0]
+    options = {"rho": 0.1, "num_samples": 200}
+    plain = sharpness.average(model, [0], loss, measure="euclidean", **options).batches[0]
     assert plain.value == pytest.approx(0.5 * 0.1**2 * float(H.trace()), abs=4 * plain.std_error)
     w = model.weight.detach()[0]
-    scaled = sharpness.evaluate(model, [0], loss, measure="adaptive", **options).batches[0]
+    scaled = sharpness.average(model, [0], loss, measure="adaptive", **options).batches[0]
     assert scaled.value == pytest.approx(0.5 * 0.1**2 * float(w**2 @ H.diagonal()), abs=4 * scaled.std_error)
     assert max(plain.std_error / plain.value, scaled.std_error / scaled.value) < 0.02
     assert plain.passes == 201
@@ -661,9 +669,9 @@ def test_average_case_of_a_quadratic_is_half_the_trace():
 @pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
 def test_average_case_and_gradient_norm_are_invariant(trained, metric):
     rho = 0.01 if metric == "geodesic-inv" else 0.002
-    one, two = values(trained, measure=metric, statistic="average", rho=rho)
+    one, two = values(trained, statistic=sharpness.average, measure=metric, rho=rho)
     assert one == pytest.approx(two, rel=1e-6)
-    one, two = values(trained, measure="adaptive", statistic="average", rho=rho)
+    one, two = values(trained, statistic=sharpness.average, measure="adaptive", rho=rho)
     assert abs(one / two - 1) > 0.01
     one, two = (float(sharpness.gradient_norm(m, [trained[2]], measure=metric)) for m in trained[:2])
     assert one == pytest.approx(two, rel=1e-8)

@@ -403,7 +403,7 @@ def test_adapters_on_a_quantised_base(bits):
     model = peft.get_peft_model(model, peft.LoraConfig(r=3, **options)).eval()
     before = copy.deepcopy(model)(**batch).loss  # a pass changes how some of the weights are stored
     result = sharpness.evaluate(model, [batch], rho=[0.01, 0.1], steps=3, progress=False)
-    average = sharpness.evaluate(model, [batch], rho=0.1, statistic="average", num_samples=2, progress=False)
+    average = sharpness.average(model, [batch], rho=0.1, num_samples=2, progress=False)
     assert 0 < float(result[0.01]) < float(result[0.1])
     assert abs(float(average)) < float(result[0.1])
     after = model(**batch).loss

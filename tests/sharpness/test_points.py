@@ -250,8 +250,10 @@ def test_points_of_the_quotient_are_measured_as_orbits(name, measure):
     A = A.exp() if name.startswith("rescale") else torch.eye(x.shape[-1]) + A
 
     def values():
-        options = [{}, {"statistic": "average", "num_samples": 3}, {"ascent": "apgd", "restarts": 1}]
+        options = [{}, {"ascent": "apgd", "restarts": 1}]
         yield from (float(evaluate(model, data, measure, steps=2, **o)) for o in options)
+        mean = sharpness.average(model, [data], loss, measure=measure, rho=0.3, num_samples=3, progress=False)
+        yield float(mean)
         yield float(sharpness.gradient_norm(model, [data], loss, measure=measure, progress=False))
         yield float(sharpness.hessian(model, [data], loss, measure=measure, num_matvecs=3, progress=False))
 

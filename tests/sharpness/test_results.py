@@ -149,7 +149,7 @@ def test_a_direction_without_length():
     assert twice.by_layer() == result.by_layer()
     with pytest.raises(ValueError, match="the loss did not rise at this radius"):
         replace(result, _directions={(0, 0.1): still}).by_layer()
-    average = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, statistic="average", progress=False)
+    average = sharpness.average(model, [batch], measure="adaptive", rho=0.1, progress=False)
     with pytest.raises(KeyError, match="an average has none"):
         average.by_layer()
 

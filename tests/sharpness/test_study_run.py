@@ -392,7 +392,7 @@ def test_what_is_wrong_is_known_before_the_first_search(place, capsys, monkeypat
     torch.save({"x": torch.randn(12, 5), "y": torch.randint(3, (12,))}, "narrow.pt")
     config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | {"test": "narrow.pt"}
     Path("wrong.json").write_text(json.dumps(config), encoding="utf-8")
-    monkeypatch.setattr("sharpness.study.run.evaluate", lambda *_, **__: pytest.fail("it measures"))
+    monkeypatch.setattr("sharpness.study.run.measured", lambda *_, **__: pytest.fail("it measures"))
     for more in (["--dry-run"], []):
         assert cli.main(["sweep", "wrong.json", "--out", "wrong", "--quiet", *more]) == 1
         lines = capsys.readouterr().err.splitlines()
@@ -404,7 +404,7 @@ def test_what_is_wrong_is_known_before_the_first_search(place, capsys, monkeypat
 def test_failures_are_said_when_they_happen(place, capsys, monkeypatch):
     from sharpness.study import run
 
-    measured, seen = run.measured, []
+    measured, seen = run.quantity, []
 
     def fails_once(name, *arguments, **options):
         seen.append(capsys.readouterr().err)
@@ -412,7 +412,7 @@ def test_failures_are_said_when_they_happen(place, capsys, monkeypatch):
             raise ValueError("no more")
         return measured(name, *arguments, **options)
 
-    monkeypatch.setattr("sharpness.study.run.measured", fails_once)
+    monkeypatch.setattr("sharpness.study.run.quantity", fails_once)
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     assert [bool(said) for said in seen[:4]] == [False, False, True, False]
     assert seen[2] == "sharpness: net0.pt, euclidean: no more\n"
