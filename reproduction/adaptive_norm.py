@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import Gauge, GLTangentSpace
-from sharpness.measures import Measure, PairBlock
+from sharpness.measures import Measure
+from sharpness.patches import PairPatch
 
-__all__ = ["AdaptiveNorm", "AdaptiveNormBlock", "AdaptiveNormMeasure"]
+__all__ = ["AdaptiveNorm", "AdaptiveNormMeasure", "AdaptiveNormPatch"]
 
 
-class AdaptiveNormBlock(PairBlock):
+class AdaptiveNormPatch(PairPatch):
     """Pairs at the model's own representative, in the coordinates ξ/w."""
 
     def __init__(self, *arguments: Any, at_model: bool = True) -> None:
@@ -34,7 +35,7 @@ class AdaptiveNormBlock(PairBlock):
 class AdaptiveNormMeasure(Measure):
     """A measure whose pairs are such blocks."""
 
-    pair_block = AdaptiveNormBlock
+    pair_patch = AdaptiveNormPatch
 
 
 class AdaptiveNorm:

@@ -15,9 +15,10 @@ from torch import Tensor
 from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, TangentSpace
 from quotient_manifolds.linalg import hermitian_power, in_double, pack, standard_normal, weighted_sylvester
 from quotient_manifolds.metrics import Gram, LocalMetric, Pair
-from sharpness.measures import Measure, PairBlock
+from sharpness.measures import Measure
+from sharpness.patches import PairPatch
 
-__all__ = ["AdditiveBlock", "AdditiveMeasure", "AdditiveTangentSpace"]
+__all__ = ["AdditiveMeasure", "AdditivePatch", "AdditiveTangentSpace"]
 
 
 class AdditiveTangentSpace(TangentSpace):
@@ -131,7 +132,7 @@ class AdditiveTangentSpace(TangentSpace):
         return result if out is None else out.copy_(result)
 
 
-class AdditiveBlock(PairBlock):
+class AdditivePatch(PairPatch):
     """Pairs at the model's own representative; ε is the measure's ``relaxation``, and must be positive.
 
     Their geodesics are of second order.
@@ -154,4 +155,4 @@ class AdditiveMeasure(Measure):
     """A measure whose pairs are such blocks, with ε > 0."""
 
     relaxation: float = 0.0
-    pair_block: ClassVar[Any] = AdditiveBlock
+    pair_patch: ClassVar[Any] = AdditivePatch

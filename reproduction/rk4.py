@@ -7,9 +7,10 @@ from torch import Tensor
 
 from quotient_manifolds import Gauge, GLTangentSpace
 from quotient_manifolds.testing import integrate_geodesic
-from sharpness.measures import Measure, PairBlock
+from sharpness.measures import Measure
+from sharpness.patches import PairPatch
 
-__all__ = ["RungeKuttaBlock", "RungeKuttaMeasure", "rk4"]
+__all__ = ["RungeKuttaMeasure", "RungeKuttaPatch", "rk4"]
 
 
 def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
@@ -51,7 +52,7 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
     return space.from_gauge(*space.split(integrate_geodesic(acceleration, start, velocity, steps)[0]))
 
 
-class RungeKuttaBlock(PairBlock):
+class RungeKuttaPatch(PairPatch):
     """Pairs whose retraction takes ``substeps`` steps."""
 
     substeps = 4
@@ -66,4 +67,4 @@ class RungeKuttaBlock(PairBlock):
 class RungeKuttaMeasure(Measure):
     """A measure whose pairs are such blocks."""
 
-    pair_block = RungeKuttaBlock
+    pair_patch = RungeKuttaPatch

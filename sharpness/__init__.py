@@ -37,7 +37,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torch with the first name that needs it, which the parser of the command line does not."""
-    for file in (".evaluation", ".curvature", ".direction", ".measures", ".results", ".sam", ".space") if name in __all__ else ():
+    files = (".evaluation", ".curvature", ".direction", ".measures", ".results", ".sam", ".space")
+    for file in files if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):
             return globals().setdefault(name, getattr(module, name))

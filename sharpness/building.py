@@ -1,4 +1,4 @@
-"""From a model and a measure to blocks: which weights move, which belong to pairs, and how the others are measured."""
+"""From a model and a measure to patches: which weights move, which belong to pairs, and how the others are measured."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, Wiring
 from quotient_manifolds.weights import check_whole, is_point, is_sharded, naming, plain_names, trained, weights_of
 
-from .measures import ElementwiseBlock, Measure, PairBlock
-from .points import PointBlock, WeightBlock
+from .measures import Measure
+from .patches import ElementwisePatch, PairPatch, Patch
+from .points import PointPatch
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
@@ -218,29 +219,29 @@ def placed_slot(module: nn.Module, own: str, name: str, *, transpose: bool = Fal
     return replace(slot(module, own, transpose=transpose), name=name)
 
 
-def build_blocks(
+def build_patches(
     measure: Measure, moving: Mapping[str, Tensor], dtype: torch.dtype, found: Sequence[PairStack],
     constant: Mapping[str, Tensor], lengths: Mapping[str, Tensor],
-) -> list[WeightBlock]:  # fmt: skip
-    """Return the blocks of the weights that move, single ones first, then stacks of pairs.
+) -> tuple[list[Patch], list[PairPatch]]:  # fmt: skip
+    """Return the patches of the weights that move: of single ones, and of stacks of pairs.
 
     ``constant`` are masks of the entries that do not move, ``lengths`` those of the vectors that entries belong to.
     """
     covered = coverage(found, moving)
     for name, mask in constant.items():
         covered[name] = mask | covered[name] if name in covered else mask
-    single: list[WeightBlock] = [
-        PointBlock(name, p, dtype) if measure.takes_points and is_point(p)
-        else ElementwiseBlock(name, p, measure, dtype, covered.get(name), lengths.get(name))
+    single: list[Patch] = [
+        PointPatch(name, p, dtype) if measure.takes_points and is_point(p)
+        else ElementwisePatch(name, p, measure, dtype, covered.get(name), lengths.get(name))
         for name, p in moving.items()
         if name not in covered or not bool(covered[name].all())
     ]  # fmt: skip
-    return single + [block_class(measure, s)(s, moving, measure, dtype) for s in found]
+    return single, [patch_class(measure, s)(s, moving, measure, dtype) for s in found]
 
 
-def block_class(measure: Measure, stack: PairStack) -> Any:
-    """Return the class of a stack's block: a measure's own is not for points, whose metric is their own."""
-    return PairBlock if stack.metric else measure.pair_block or PairBlock
+def patch_class(measure: Measure, stack: PairStack) -> Any:
+    """Return the class of a stack's patch: a measure's own is not for points, whose metric is their own."""
+    return PairPatch if stack.metric else measure.pair_patch or PairPatch
 
 
 def warn_of_unknown(model: nn.Module) -> None:

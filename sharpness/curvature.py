@@ -22,8 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quotient_manifolds.passes import Shared
 
 from .distributed import is_sharded_model
-from .measures import PairBlock
-from .points import PointBlock
 from .space import WeightSpace
 
 
@@ -62,8 +60,9 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     -----
     As a scipy operator it takes and returns numpy arrays on the CPU, float64 where the space's vectors are, else
     float32; :meth:`product` stays on the model's device. Fused attention has no second derivative on a CPU, so the
-    plain kernel of ``scaled_dot_product_attention`` is used meanwhile. With a first-order retraction, the term of the
-    geodesic's acceleration is left out.
+    plain kernel of ``scaled_dot_product_attention`` is used meanwhile. Where a retraction is not quadratic (points of
+    geoopt's manifolds, exact geodesics), products are differences of gradients. With a first-order retraction, the term
+    of the geodesic's acceleration is left out.
 
     Examples
     --------
@@ -87,11 +86,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
             raise ValueError(
                 "the Hessian of a sharded model is not measured: FSDP2 has no second derivatives; load it whole"
             )
-        self._along_manifolds = any(isinstance(b, PointBlock) for b in space.blocks)
-        if not all(b.quadratic for b in space.blocks if isinstance(b, PairBlock)):
-            raise ValueError(
-                "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
-            )
+        self._quadratic = all(patch.quadratic for patch in space.patches)
         self.space, self.losses, self.num_matvecs = space, losses, 0
         dtype = np.float64 if space.dtype == torch.float64 else np.float32
         super().__init__(dtype=dtype, shape=(space.dim, space.dim))
@@ -110,12 +105,12 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         self.num_matvecs += 1
         space.move_to(None)
         v = space.project(v)
-        if self._along_manifolds:
+        if not self._quadratic:
             return self._by_differences(v)
         velocity = {name: torch.zeros_like(copy) for name, copy in space.copies.items()}
         with torch.no_grad():
-            for block, c in space.each(v):
-                block.vector_(velocity, c, at_model=False)
+            for patch, c in space.each(v):
+                patch.vector_(velocity, c, at_model=False)
         with _plain_attention():
             found = self.losses()
             losses = [found] if isinstance(found, Tensor) else found
@@ -125,7 +120,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         return space.pull_back(second, None).add_(space.pull_back(first, v)).sub_(straight)
 
     def _by_differences(self, v: Tensor) -> Tensor:
-        """Differentiate the gradient along ±hv, with h³ the rounding error: retractions of geoopt are not quadratic."""
+        """Differentiate the gradient along ±hv, with h³ the rounding error."""
         space, length = self.space, self.space.norm(v)
         h, sides = torch.finfo(space.dtype).eps ** (1 / 3) / (length or 1.0), list[Tensor]()
         for side in (h, -h):

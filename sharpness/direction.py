@@ -17,10 +17,11 @@ from quotient_manifolds.symmetries.registry import candidates, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
 
-from .building import block_class, stacks_of
+from .building import patch_class, stacks_of
 from .errors import aligned
-from .measures import Measure, PairBlock
-from .points import PointBlock, WeightBlock
+from .measures import Measure
+from .patches import Patch
+from .points import PointPatch
 
 #: The parts of a network, in the order of tables.
 PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
@@ -145,19 +146,19 @@ def along(model: nn.Module, direction: Direction) -> tuple[Mapping[str, Tensor],
         base, symmetries = ({}, symmetries) if form is None else (form.values, form.symmetries)
         with pointing_to(model, base):
             found = stacks_of(measure, symmetries, weights)
-            blocks = [block_class(measure, s)(s, weights, measure, torch.float64, at_model=True) for s in found]
-            inside = {name for b in blocks for name in b.names}
+            patches = [patch_class(measure, s)(s, weights, measure, torch.float64, at_model=True) for s in found]
+            inside = {name for p in patches for name in p.names}
             alone = [name for name in vector if measure.takes_points and is_point(weights[name]) and name not in inside]
-            points = [PointBlock(name, weights[name], torch.float64) for name in alone]
+            points = [PointPatch(name, weights[name], torch.float64) for name in alone]
 
     @torch.no_grad()
     def moved(t: float) -> dict[str, Tensor]:
         ends = {n: (in_double(base.get(n, weights[n])) + t * in_double(v)).to(v) for n, v in vector.items()}
         for point in points:
             ends[point.name].copy_(point.retract(t * in_double(vector[point.name])))
-        for block in blocks:
-            u = block.stack.gather(vector)
-            block.stack.scatter_(block.retract(t * u.to(block.tangent.x)), ends)
+        for patch in patches:
+            u = patch.stack.gather(vector)
+            patch.follow_(ends, t * u.to(patch.tangent.x))
         return ends
 
     return base, moved
@@ -282,27 +283,27 @@ class NetworkParts:
                     rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
                 yield name, "Q–K" if rest & {"q", "k"} else "V–O"
 
-    def squares(self, vector: Iterable[tuple[WeightBlock, Tensor]]) -> dict[Place, float]:
+    def squares(self, vector: Iterable[tuple[Patch, Tensor]]) -> dict[Place, float]:
         """Add up the squared coordinates at every place, in the order of the parameters.
 
         Coordinates of single weights have the shape of their parameter, or as many numbers.
         """
         found: dict[Place, float] = {}
-        for place, square in (entry for block, c in vector for entry in self._of_block(block, c)):
+        for place, square in (entry for patch, c in vector for entry in self._of_patch(patch, c)):
             found[place] = found.get(place, 0.0) + square
         layers = list(dict.fromkeys([*self._layers.values(), *(layer for layer, *_ in found)]))
         places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
         return {place: found[place] for place in places if found[place] > 0}
 
-    def _of_block(self, block: WeightBlock, c: Tensor) -> Iterator[tuple[Place, float]]:
-        if isinstance(block, PairBlock):
-            for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
+    def _of_patch(self, patch: Patch, c: Tensor) -> Iterator[tuple[Place, float]]:
+        if patch.pairs:
+            for pair, square in zip(patch.pairs, patch.squares(c), strict=True):
                 layer = self._layers[pair.G[0].name]
                 if pair.metric and pair.kind != "point":  # weights that are computed from a point
                     layer = _block(pair.module)
                 yield (layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head), square
         else:
-            name, squares = block.name, c.square()
+            (name,), squares = patch.names, c.square()
             for part, s in self._inside.get(name, ()):
                 yield (self._layers[name], part, None), float(s.of(squares).sum())
                 s.of(squares).zero_()

@@ -15,7 +15,8 @@ from quotient_manifolds.linalg import in_double, standard_normal
 from quotient_manifolds.symmetries.slots import real_view
 from quotient_manifolds.weights import is_point
 
-from .measures import ElementwiseBlock, Measure, PairBlock, Tensors
+from .measures import Measure
+from .patches import SinglePatch, Tensors
 
 #: Numbers in the frames of a parameter's points, each the square of a point's size.
 _LARGEST = 2**22
@@ -34,7 +35,7 @@ def check_points(measure: Measure, parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-class PointBlock:
+class PointPatch(SinglePatch):
     r"""A parameter that is a point of a geoopt manifold, or a batch of points, in the metric of the manifold.
 
     Coordinates have the shape of the parameter, (…, 2) if it is complex, and lie in a subspace of that. With the
@@ -42,9 +43,9 @@ class PointBlock:
     vector with coordinates c is :math:`\sum_{ij} P_i (Γ^{+})^{1/2}_{ij} c_j`. Where the metric is a number λ times the
     Euclidean one, that is ``proju(x, c)``/√λ, at any size. Points move by ``expmap``, or ``retr`` where there is none;
     the pull-back is autograd's. All is computed in float64.
-
-    It has the methods of :class:`sharpness.measures.ElementwiseBlock`.
     """
+
+    quadratic = False
 
     def __init__(self, name: str, parameter: geoopt.ManifoldParameter, dtype: torch.dtype) -> None:
         self.name, self.names, self.dtype = name, (name,), dtype
@@ -52,15 +53,13 @@ class PointBlock:
         size = one.numel() * (2 if one.is_complex() else 1)
         self.dim = real_view(parameter.detach()).numel()
         self._shape = self.dim // size, size
-        self.refresh({name: parameter})
-
-    def refresh(self, weights: Mapping[str, Any]) -> None:
-        """Go to the parameter's present value."""
-        parameter = weights[self.name]
         self.x, self.manifold = in_double(parameter.data), parameter.manifold
         if self.x.device != parameter.device:  # the manifold's own numbers may be there
             self.manifold = copy.deepcopy(self.manifold).cpu()
-        self.__dict__.pop("_frame", None)
+
+    def at(self, weights: Mapping[str, Any], *, near: bool = False) -> PointPatch:
+        """Return the patch at another value of the parameter."""
+        return PointPatch(self.name, weights[self.name], self.dtype)
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 
@@ -148,7 +147,7 @@ class PointBlock:
         return self._shaped(torch.where(still, self._points(self.x), self._points(end)))
 
     def retract_(self, out: Tensors, c: Tensor | None) -> None:
-        """Write the point R(c); for None the point at which the block is."""
+        """Write the point R(c); for None the point at which the patch is."""
         end = self.x if c is None else self.retract(self._shaped(self._vector(self._of_flat(c))))
         out[self.name].copy_(end)
 
@@ -176,7 +175,3 @@ class PointBlock:
             c = points.detach().requires_grad_()
             end = self.retract(self._shaped(self._vector(c)))
             return torch.autograd.grad(real_view(end), c, real_view(in_double(egrad)))[0]
-
-
-#: A block of any kind.
-WeightBlock = ElementwiseBlock | PairBlock | PointBlock

@@ -16,11 +16,11 @@ from quotient_manifolds.linalg import as_count, at_least_float32, in_double
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.symmetries.certificate import Certification
-from quotient_manifolds.symmetries.slots import real_view
 from quotient_manifolds.weights import pointing_to, weights_of
 
-from .building import build_blocks, known, stacks_of, trainable, warn_of_unknown
-from .measures import Measure, PairBlock, get_measure
+from .building import build_patches, known, stacks_of, trainable, warn_of_unknown
+from .measures import Measure, get_measure
+from .patches import Patch
 from .points import check_points
 
 
@@ -57,7 +57,7 @@ class GeodesicSAM(Optimizer):
     Raises
     ------
     ValueError
-        Weights are in half precision; the measure is at a canonical form, measures vectors or has a ``pair_block``; ρ
+        Weights are in half precision; the measure is at a canonical form, measures vectors or has a ``pair_patch``; ρ
         is not positive, or ``refresh`` is below 1.
 
     Notes
@@ -118,7 +118,7 @@ class GeodesicSAM(Optimizer):
             )
         self.model, self.base_optimizer = model, base_optimizer
         self.rho, self.measure, self.refresh = float(rho), measure, as_count("refresh", refresh)
-        if measure.pair_block is not None:
+        if measure.pair_patch is not None:
             raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
         trained = {p for group in base_optimizer.param_groups for p in group["params"]}
         parameters: dict[str, Tensor] = {name: p for name, p in trainable(model).items() if p in trained}
@@ -139,10 +139,11 @@ class GeodesicSAM(Optimizer):
         stacks = stacks_of(measure, known(model, measure, symmetries).restricted(parameters).of_full_rank(), parameters)
         self._names, self._device = list(parameters), next(iter(parameters.values())).device.type
         dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters.values()))
-        self._blocks = build_blocks(measure, parameters, dtype, stacks, {}, {})
+        single, pairs = build_patches(measure, parameters, dtype, stacks, {}, {})
+        self._patches: list[Patch] = [*single, *pairs]
         self.certification = Certification(stacks)
         dropped = {s.name for stack in stacks for p in stack.pairs for s in p.dropped}
-        self._dropped = dropped.intersection(self._names)  # these are written by no block
+        self._dropped = dropped.intersection(self._names)  # these are written by no patch
         self._copies: dict[str, Tensor] = {}  # kept: to allocate memory costs more than the arithmetic
         self._count, self._pending = 0, False
         if isinstance(base_optimizer, QuotientOptimizer):
@@ -189,32 +190,20 @@ class GeodesicSAM(Optimizer):
         copies = self._copies = self._copies or {name: torch.empty_like(p) for name, p in weights.items()}
         found = {name: p.grad for name, p in weights.items() if p.grad is not None}
         gradients = {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}
-        steps, squares, factorise = list[Tensor](), list[Tensor](), self._count % self.refresh == 0
+        near = self._count % self.refresh != 0
         self._count += 1
         with torch.autocast(self._device, enabled=False):
             if self.certification.open:
                 self.certification.see(weights, gradients).check()
             for name in self._dropped:
                 copies[name].copy_(weights[name])
-            for block in self._blocks:
-                if isinstance(block, PairBlock):
-                    block.refresh(weights, factorise=factorise)
-                    steps.append(block.tangent.egrad2rgrad(block.gather(gradients)))
-                    squares.append(block.tangent.inner(steps[-1]).sum())
-                else:
-                    block.refresh(weights)
-                    steps.append(real_view(copies[block.name]).contiguous().view(-1))  # that memory, if it may be
-                    block.pull_back_(steps[-1], gradients, None)
-                    squares.append(torch.linalg.vector_norm(steps[-1]).square())
-            norm = float(torch.stack([in_double(s) for s in squares]).sum().sqrt())
+            self._patches = [patch.at(weights, near=near) for patch in self._patches]
+            steps = [patch.steepest(gradients, copies) for patch in self._patches]
+            norm = float(torch.stack([in_double(square) for _, square in steps]).sum().sqrt())
             if not 0 < norm < math.inf:
                 return {}
-            for block, u in zip(self._blocks, steps, strict=True):
-                u.mul_(self.rho / norm)
-                if isinstance(block, PairBlock):
-                    block.stack.scatter_(block.retract(u), copies)
-                else:
-                    block.retract_(copies, u)
+            for patch, (u, _) in zip(self._patches, steps, strict=True):
+                patch.follow_(copies, u.mul_(self.rho / norm))
         return copies
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -15,10 +15,10 @@ from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, 
 from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import is_sharded, reshard, trained, weights_of
 
-from .building import build_blocks, stacks_of, vector_lengths
+from .building import build_patches, stacks_of, vector_lengths
 from .distributed import twin_of, world_of
 from .measures import Measure
-from .points import WeightBlock
+from .patches import PairPatch, Patch
 from .space import WeightSpace
 
 
@@ -186,7 +186,7 @@ class ShardedSpace(WeightSpace):
     def __init__(
         self, model: nn.Module, measure: Measure, symmetries: Symmetries | None = None, *, classes: bool = False
     ) -> None:
-        if measure.pair_block is not None:
+        if measure.pair_patch is not None:
             raise ValueError(f"{type(measure).__name__} works on whole models, and this one is sharded; load it whole")
         self._shards = shards = Shards(model)
         bad = next((name for name in shards.weights if not finite(shards.local(name))), None)
@@ -197,7 +197,7 @@ class ShardedSpace(WeightSpace):
         super().__init__(shards.twin, measure, symmetries, classes=classes)
         self.model, self.world, self.pairs = model, shards.world, self._all_pairs
 
-    def _build(self) -> list[WeightBlock]:
+    def _build(self) -> tuple[list[Patch], list[PairPatch]]:
         shards, state, symmetries = self._shards, ShardedState(self._shards), self.symmetries
         constant, lengths = dict[str, Tensor](), dict[str, Tensor]()
         if self.measure.form == "canonical":
@@ -212,7 +212,7 @@ class ShardedSpace(WeightSpace):
         constant, lengths = ({name: shards.cut(name, t) for name, t in of.items()} for of in (constant, lengths))
         here = {name: p for name, p in self.parameters.items() if name not in shards.owner or shards.is_mine(name)}
         stacks = [PairStack(pairs) for pairs in mine if pairs]
-        return build_blocks(self.measure, here, self.dtype, stacks, constant, lengths)  # the twin is at the base point
+        return build_patches(self.measure, here, self.dtype, stacks, constant, lengths)  # the twin is at the base point
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, of which each process draws its own part."""

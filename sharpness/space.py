@@ -25,11 +25,12 @@ from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certificat
 from quotient_manifolds.weights import is_narrow, pointing_to, weights_of
 
 from .ascent import norm
-from .building import build_blocks, divides, known, stacks_of, trainable, vector_lengths
+from .building import build_patches, divides, known, stacks_of, trainable, vector_lengths
 from .direction import Direction, NetworkParts
 from .distributed import World
-from .measures import Measure, PairBlock
-from .points import WeightBlock, check_points
+from .measures import Measure
+from .patches import PairPatch, Patch
+from .points import check_points
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
@@ -101,7 +102,7 @@ class WeightSpace:
         which batches belong.
     dim : int
         Number of coordinates.
-    blocks : list of ElementwiseBlock, PairBlock or PointBlock
+    patches : list of Patch
         Squared norms add up over them.
     parameters : dict of str to Tensor
         Those that move, by name.
@@ -168,24 +169,25 @@ class WeightSpace:
         self.form: CanonicalForm | None = None
         self._known = known(model, measure, symmetries, classes=classes)
         self.symmetries = self._known.restricted(self.parameters).of_full_rank()
-        self._in_order = self._build()
+        single, self._pair_patches = self._build()
+        self._in_order = [*single, *self._pair_patches]
         self._base: dict[str, Tensor] = {} if self.form is None else self.form.values
-        self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
-        self._sizes = [b.dim for b in self.blocks]
+        # Complex numbers must begin at even places.
+        self.patches: list[Patch] = sorted(self._in_order, key=lambda p: p.dim % 2)
+        self._sizes = [p.dim for p in self.patches]
         self.dim = sum(self._sizes)
-        last = {name: b for b in self.blocks for name in b.names}
-        self._last_used = [[name for name in b.names if last[name] is b] for b in self.blocks]
-        self._pair_blocks = [b for b in self._in_order if isinstance(b, PairBlock)]
-        self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
-        self.evidence = Evidence(self, [b.stack for b in self._pair_blocks])
+        last = {name: p for p in self.patches for name in p.names}
+        self._last_used = [[name for name in p.names if last[name] is p] for p in self.patches]
+        self.pairs: tuple[SymmetricPair, ...] = tuple(pair for p in self._pair_patches for pair in p.pairs)
+        self.evidence = Evidence(self, [p.stack for p in self._pair_patches])
         self.copies: dict[str, Tensor] = {}
         self._at: Tensor | None = None
         self.remarks: list[str] = []
         #: What examines attention of unknown classes, for the parts of directions of a measure that divides nothing.
         self.examine: Callable[[], Iterable[SymmetricPair]] = tuple
 
-    def _build(self) -> list[WeightBlock]:
-        """Return the blocks at the base point, the model's own or its canonical form."""
+    def _build(self) -> tuple[list[Patch], list[PairPatch]]:
+        """Return the patches at the base point, the model's own or its canonical form."""
         symmetries, constant = self.symmetries, dict[str, Tensor]()
         if self.measure.form == "canonical":
             self.form = canonical_form(self.weights, symmetries)
@@ -194,21 +196,21 @@ class WeightSpace:
             found = stacks_of(self.measure, symmetries, self.weights)
             wanted = self.measure.elementwise == "vector"
             lengths = vector_lengths(self.model, symmetries) if wanted else {}
-            return build_blocks(self.measure, self.parameters, self.dtype, found, constant, lengths)
+            return build_patches(self.measure, self.parameters, self.dtype, found, constant, lengths)
 
     def empty(self) -> Tensor:
         """Return a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
-    def each(self, v: Tensor | None) -> Iterator[tuple[WeightBlock, Any]]:
-        """Iterate over the blocks, each with its part of a vector, (dim,); with None for None, the base point."""
-        return zip(self.blocks, [None] * len(self.blocks) if v is None else v.split(self._sizes), strict=True)
+    def each(self, v: Tensor | None) -> Iterator[tuple[Patch, Any]]:
+        """Iterate over the patches, each with its part of a vector, (dim,); with None for None, the base point."""
+        return zip(self.patches, [None] * len(self.patches) if v is None else v.split(self._sizes), strict=True)
 
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, (dim,), equal on all devices and at all points of an orbit."""
-        drawn = {block: block.random(generator) for block in self._in_order}
-        return torch.cat([drawn[block].to(self.device, self.dtype) for block in self.blocks])
+        drawn = {patch: patch.random(generator) for patch in self._in_order}
+        return torch.cat([drawn[patch].to(self.device, self.dtype) for patch in self.patches])
 
     def norm(self, v: Tensor) -> float:
         """Measure the length of a vector, (dim,)."""
@@ -217,14 +219,14 @@ class WeightSpace:
     @torch.no_grad()
     def project(self, v: Tensor) -> Tensor:
         """Return the horizontal part of a vector, (dim,)."""
-        return torch.cat([block.project(c) for block, c in self.each(v)])
+        return torch.cat([patch.project(c) for patch, c in self.each(v)])
 
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
         out = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
-        for block, c in self.each(xi):
-            block.vector_(out, c, at_model=True)
+        for patch, c in self.each(xi):
+            patch.vector_(out, c, at_model=True)
         tensors = {name: out[name].cpu() for name in self.parameters}
         squares = self._parts.squares(self.each(xi))
         return Direction(self.measure, tensors, self.norm(xi), squares, self.divided)
@@ -245,18 +247,18 @@ class WeightSpace:
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
-        values = [float(b.sigma[b.present].min()) for b in self._pair_blocks if bool(b.present.any())]
-        absent = sum(self.world.gather([int((~b.present).sum()) for b in self._pair_blocks]))
+        values = [float(p.sigma[p.present].min()) for p in self._pair_patches if bool(p.present.any())]
+        absent = sum(self.world.gather([int((~p.present).sum()) for p in self._pair_patches]))
         return min(self.world.gather(values), default=None), absent
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs whose exact geodesic along xi is shortened."""
-        exited = [b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock)]
-        return sum(self.world.gather(exited))
+        parts = dict(self.each(xi))
+        return sum(self.world.gather([p.num_exited_pairs(parts[p]) for p in self._pair_patches]))
 
     def _copies(self) -> dict[str, Tensor]:
-        """Copy the moving weights at the base point: entries that belong to no block keep these values."""
+        """Copy the moving weights at the base point: entries that belong to no patch keep these values."""
         found = dict[str, Tensor]()
         for name, p in self.parameters.items():
             empty = torch.empty(p.shape, dtype=at_least_float32(p.dtype), device=p.device)
@@ -288,8 +290,8 @@ class WeightSpace:
         """
         self._at = xi
         with torch.autocast(self.device.type, enabled=False):
-            for block, c in self.each(xi):
-                block.retract_(self.copies, c)
+            for patch, c in self.each(xi):
+                patch.retract_(self.copies, c)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
@@ -337,14 +339,14 @@ class WeightSpace:
 
     @torch.no_grad()
     def pull_back(self, gradient: dict[str, Tensor], at: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Pull a gradient with respect to the weights at R(at) back, block by block, to (dim,).
+        """Pull a gradient with respect to the weights at R(at) back, patch by patch, to (dim,).
 
-        It is written to ``out``, if given. Each tensor of the gradient is freed after its last block.
+        It is written to ``out``, if given. Each tensor of the gradient is freed after its last patch.
         """
         out = self.empty() if out is None else out
         with torch.autocast(self.device.type, enabled=False):
-            for (block, part), (_, c), last in zip(self.each(out), self.each(at), self._last_used, strict=True):
-                block.pull_back_(part, gradient, c)
+            for (patch, part), (_, c), last in zip(self.each(out), self.each(at), self._last_used, strict=True):
+                patch.pull_back_(part, gradient, c)
                 for name in last:
                     gradient.pop(name, None)
         return out

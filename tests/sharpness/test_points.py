@@ -89,7 +89,7 @@ def without_retraction(block, at, egrad):
     ],
 )
 def test_a_wrong_block_is_noticed(monkeypatch, attribute, wrong, name):
-    monkeypatch.setattr(points.PointBlock, attribute, wrong)
+    monkeypatch.setattr(points.PointPatch, attribute, wrong)
     with pytest.raises((AssertionError, ValueError)):
         check_worst(name)
 
@@ -139,7 +139,7 @@ def test_a_loss_that_does_not_depend_on_one_manifold_of_a_product():
 
 
 def test_a_gradient_without_the_retraction_is_noticed(monkeypatch):
-    monkeypatch.setattr(points.PointBlock, "_pulled", without_retraction)
+    monkeypatch.setattr(points.PointPatch, "_pulled", without_retraction)
     problem = Problem(point("Scaled"))  # whose retraction begins at half of the vector
     data = data_of(problem.x)
     found = sharpness.gradient_norm(problem, [data], loss, progress=False)

@@ -174,12 +174,12 @@ def test_a_pair_is_certified_once_whatever_later_batches_reach():
 def coordinates():
     model = networks.vit()
     space = sharpness.WeightSpace(model, MEASURES["geodesic-inv"])
-    return model, space.blocks, space
+    return model, space.patches, space
 
 
-def test_every_coordinate_belongs_to_one_block(coordinates):
-    _, blocks, space = coordinates
-    assert space.dim == sum(b.dim for b in blocks)
+def test_every_coordinate_belongs_to_one_patch(coordinates):
+    _, patches, space = coordinates
+    assert space.dim == sum(p.dim for p in patches)
     taken = torch.zeros(space.dim)
     for _, part in space.each(taken):
         part += 1
@@ -189,7 +189,7 @@ def test_every_coordinate_belongs_to_one_block(coordinates):
 def test_norms_add_up_and_random_vectors_are_horizontal(coordinates):
     _, _, space = coordinates
     xi = space.random(torch.Generator().manual_seed(0))
-    of_pairs = [(sum(b.squares(part)), float(part @ part)) for b, part in space.each(xi) if hasattr(b, "stack")]
+    of_pairs = [(sum(p.squares(part)), float(part @ part)) for p, part in space.each(xi) if p.pairs]
     assert [square for square, _ in of_pairs] == pytest.approx([square for _, square in of_pairs], rel=1e-12)
     squares = [float(part @ part) for _, part in space.each(xi)]
     assert space.norm(xi) == pytest.approx(sum(squares) ** 0.5, rel=1e-12)

@@ -24,7 +24,7 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.points import Point
-from sharpness.measures import PairBlock
+from sharpness.patches import PairPatch
 
 from ...architectures import TRANSFORMERS, adapted, open_clip_model, timm_model, transformers_model
 from ...extent import checkered
@@ -114,14 +114,14 @@ def test_a_wrong_conversion_is_noticed(monkeypatch):
     one = sharpness.evaluate(model, [batch], loss, measure="geodesic-mix", **options)
     two = sharpness.evaluate(twin, [batch], loss, measure="geodesic-inv", **options)
     assert float(two) == pytest.approx(float(one), rel=1e-8)
-    right = PairBlock.horizontal_space
+    right = PairPatch.horizontal_space
 
     def of_the_measure(self, gauge, x):
         self.stack.metric = None
         return right(self, gauge, x)
 
     with monkeypatch.context() as changed:
-        changed.setattr(PairBlock, "horizontal_space", of_the_measure)
+        changed.setattr(PairPatch, "horizontal_space", of_the_measure)
         two = sharpness.evaluate(twin, [batch], loss, measure="geodesic-inv", **options)
         assert float(two) != pytest.approx(float(one), rel=1e-3)
     rows = Point.rows
