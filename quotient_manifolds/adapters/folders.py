@@ -1,37 +1,23 @@
-"""Adapters as files, read and written tensor by tensor: PEFT's folders, and single files of kohya and diffusers."""
+"""Adapters as files, read and written tensor by tensor, and in memory: of PEFT, of kohya's scripts and of diffusers."""
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import pickle
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-try:
-    from safetensors import safe_open
-    from safetensors.torch import save
-except ImportError as error:
-    raise ImportError(
-        "adapters are read by safetensors: install the extra lora, pip install '.[lora]' in the checkout"
-    ) from error
+from torch import Tensor, nn
 
 from ..files import naming_pointers
 from ..linalg import in_double
+from .storage import PICKLES, header, read_tensor
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-#: Endings of pickles.
-_PICKLES = (".bin", ".pt")
 #: Where diffusers keeps the config of each model, in the metadata of a file.
 HEADER = "lora_adapter_metadata"
 #: The factors of a layer, A (r, in, …) and B (out, r, …): lora_A, lora_embedding_A in peft and diffusers, lora_down in
@@ -55,12 +41,12 @@ _COMMON = ("target_parameters", "alora_invocation_tokens", "layer_replication")
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in files; tensors are read when they are asked for.
+    """An adapter in files, whose tensors are read when they are asked for, or in memory.
 
     Attributes
     ----------
     place, weights : Path
-        Its folder, or its only file; and the file with the tensors.
+        Its folder, or its only file; and the file with the tensors. In memory they are what errors call it.
     config : dict
         What ``adapter_config.json`` says; for a single file what diffusers keeps in its metadata, or nothing.
     layers : dict of str to dict of str to str
@@ -69,6 +55,24 @@ class Adapter:
         Keys of all else: biases, magnitudes, saved modules.
     metadata : dict of str to str
         The metadata in the header of the file.
+    state : mapping of str to Tensor
+        The tensors of an adapter in memory.
+
+    Examples
+    --------
+    Merge two adapters of a model, and give it a third one:
+
+    >>> import peft, torch
+    >>> from quotient_manifolds.adapters import Adapter, merge
+    >>> config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    >>> model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config, "one")
+    >>> model.add_adapter("two", config)
+    >>> both = merge([Adapter.from_model(model, name) for name in ("one", "two")], weights=[0.5, 0.5])
+    >>> both.add_to(model, "both")
+    >>> layer = model.base_model.model[0]
+    >>> mean = (layer.get_delta_weight("one") + layer.get_delta_weight("two")) / 2
+    >>> torch.allclose(layer.get_delta_weight("both"), mean, atol=1e-6)
+    True
     """
 
     place: Path
@@ -77,6 +81,71 @@ class Adapter:
     layers: dict[str, dict[str, str]]
     others: tuple[str, ...]
     metadata: dict[str, str]
+    state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, Tensor], config: Mapping[str, Any] | None = None, *, name: str = "adapter"
+    ) -> Adapter:
+        """Describe an adapter in memory.
+
+        Parameters
+        ----------
+        state : mapping of str to Tensor
+            Its tensors, as ``peft.get_peft_model_state_dict`` returns them, or with kohya's or diffusers' names.
+        config : mapping, optional
+            What peft writes to ``adapter_config.json``; without it the scale is that of the keys ``alpha``, or 1.
+        name : str
+            What errors call it.
+
+        Raises
+        ------
+        ValueError
+            It is no LoRA of plain products, or says no scale.
+        """
+        tensors = {key: t.detach() for key, t in state.items()}
+        shapes, options = {key: tuple(t.shape) for key, t in tensors.items()}, _ordered(dict(config or {}))
+        weights = Path(name) / WEIGHTS if options else Path(name)
+        return _described(Path(name), weights, shapes, {}, options, tensors)
+
+    @classmethod
+    def from_model(cls, model: nn.Module, name: str = "default") -> Adapter:
+        """Describe an adapter of a peft model, whose tensors are those of the model, not copies.
+
+        Raises
+        ------
+        ValueError
+            The model has no such adapter, or it is no LoRA of plain products.
+        """
+        import peft
+
+        known: dict[str, Any] = getattr(model, "peft_config", {})
+        if name not in known:
+            raise ValueError(f"{type(model).__name__} has no adapter {name!r}; it has {', '.join(known) or 'none'}")
+        state = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        config = {"peft_version": peft.__version__, **known[name].to_dict()}
+        return cls.from_state(state, config, name=name)
+
+    def add_to(self, model: nn.Module, name: str) -> None:
+        """Give a peft model this adapter under a new name; the active one stays.
+
+        Raises
+        ------
+        ValueError
+            The model has an adapter of that name, or other layers than this one; it does not get the adapter.
+        """
+        import peft
+
+        known: Any = model
+        if name in getattr(model, "peft_config", {}):
+            raise ValueError(f"{type(model).__name__} has an adapter {name!r} already; give another name")
+        config = peft.PeftConfig.from_peft_type(**self.config)
+        known.add_adapter(name, config)
+        found = peft.set_peft_model_state_dict(model, dict(self.state), adapter_name=name)
+        own = {key for key in found.missing_keys if f".{name}." in f"{key}."}
+        if lost := sorted({*found.unexpected_keys, *own}):
+            known.delete_adapter(name)
+            raise ValueError(f"the adapter does not fit {type(model).__name__}, which has not the same {lost[0]}")
 
     @property
     def single(self) -> bool:
@@ -86,7 +155,7 @@ class Adapter:
     @property
     def saved_as(self) -> str:
         """The name of a file like this one; what was a pickle is one no more."""
-        pickled = self.weights.suffix in _PICKLES
+        pickled = self.weights.suffix in PICKLES
         return f"{self.weights.stem}.safetensors" if pickled else self.weights.name
 
     @property
@@ -114,11 +183,8 @@ class Adapter:
         return path, _of_model(self.config, model)
 
     def tensor(self, key: str) -> Tensor:
-        """Read one tensor. The file is closed again, so that what was read does not stay in memory."""
-        if self.weights.suffix in _PICKLES:
-            return _pickled(self.weights)[key]
-        with safe_open(self.weights, framework="pt") as file:
-            return file.get_tensor(key)
+        """Read one tensor."""
+        return self.state[key] if self.state else read_tensor(self.weights, key)
 
     def rank_and_scale(self, layer: str) -> tuple[int, float]:
         """Look up the rank r of a layer and its scale, α/r or α/√r, by peft's rules, or in a single file."""
@@ -179,11 +245,20 @@ def read(place: str | os.PathLike[str]) -> Adapter:
         )
     with naming_pointers([weights, place / CONFIG]):
         try:
-            shapes, metadata = _header(weights)
+            shapes, metadata = header(weights)
             text = metadata.get(HEADER, "{}") if single else (place / CONFIG).read_text(encoding="utf-8-sig")
             config = dict(json.loads(text, object_hook=_ordered))
         except Exception as error:
             raise ValueError(f"{place} cannot be read: {error}") from error
+    return _described(place, weights, shapes, metadata, config)
+
+
+def _described(
+    place: Path, weights: Path, shapes: Mapping[str, tuple[int, ...]], metadata: dict[str, str],
+    config: dict[str, Any], state: Mapping[str, Tensor] | None = None,
+) -> Adapter:  # fmt: skip
+    """Sort the tensors of an adapter; refuse what holds no plain products."""
+    single = place == weights
     keys, layers = sorted(shapes), dict[str, dict[str, str]]()
     for key in keys:
         if found := _FACTOR.fullmatch(key):
@@ -218,7 +293,7 @@ def read(place: str | os.PathLike[str]) -> Adapter:
     if alphas and (configs or alphas < len(layers)):
         rest = f"the metadata {HEADER} say one, too" if configs else "others lack it"
         raise ValueError(f"{place} has an alpha for {alphas} of {len(layers)} layers, but {rest}: the scale is unclear")
-    return Adapter(place, weights, config, layers, others, metadata)
+    return Adapter(place, weights, config, layers, others, metadata, state or {})
 
 
 def _check_options(place: Path, config: dict[str, Any]) -> None:
@@ -241,23 +316,6 @@ def _check_options(place: Path, config: dict[str, Any]) -> None:
             raise ValueError(f"{place}: {option} is no regular expression: {error}") from error
 
 
-def _header(weights: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the shapes of the tensors of a file, by their keys, and its metadata."""
-    if weights.suffix in _PICKLES:
-        return {key: tuple(t.shape) for key, t in _pickled(weights).items()}, {}
-    with safe_open(weights, framework="pt") as file:
-        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
-def _pickled(weights: Path) -> dict[str, Tensor]:
-    """Open a pickle of tensors, which stay on the disk until they are used; code in it is refused, not run."""
-    with suppress(pickle.UnpicklingError):
-        found = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
-        if isinstance(found, dict) and all(isinstance(t, Tensor) for t in found.values()):
-            return found
-    raise ValueError(f"{weights.name} is a pickle of more than tensors, which may run code; save it as safetensors")
-
-
 def _of_model(config: dict[str, Any], model: str) -> dict[str, Any]:
     """Return the options of one model from the config that diffusers keeps, by their names in peft."""
     return {k.removeprefix(f"{model}."): v for k, v in config.items() if k.startswith(f"{model}.")}
@@ -265,7 +323,8 @@ def _of_model(config: dict[str, Any], model: str) -> dict[str, Any]:
 
 def _ordered(config: dict[str, Any]) -> dict[str, Any]:
     """Sort lists of names, which are sets that peft saves in any order."""
-    named = {k: v for k, v in config.items() if isinstance(v, list) and all(isinstance(name, str) for name in v)}
+    several = {k: v for k, v in config.items() if isinstance(v, (list, set))}
+    named = {k: v for k, v in several.items() if all(isinstance(name, str) for name in v)}
     return {**config, **{k: sorted(v) for k, v in named.items()}}
 
 
@@ -283,75 +342,3 @@ def parameters(layer: str, config: dict[str, Any]) -> list[str]:
         return []
     places = ((p, f"{path}.{p.rpartition('.')[2]}") for p in config.get("target_parameters") or ())
     return [place for p, place in places if f".{place}".endswith(f".{p}")]
-
-
-@contextmanager
-def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """Let the block fill a folder that has another name until it is complete."""
-    out = Path(out).resolve()  # a link stays, and its folder is filled
-    _check_free(out)
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {out.parent} for {out.name!r}; create it first")
-    begun = f".{out.name}.quotient-lora-"
-    for stale in out.parent.glob(f"{glob.escape(begun)}*/new"):
-        if {"new"} <= {*os.listdir(stale.parent)} <= {"new", "lock"}:
-            with _lock(stale.parent) as free:
-                if not free:
-                    raise FileExistsError(f"another command is writing {out}; wait for it, or name another folder")
-                shutil.rmtree(stale.parent, ignore_errors=True)  # of a command that was killed
-    with tempfile.TemporaryDirectory(prefix=begun, dir=out.parent) as place, _lock(Path(place)):
-        folder = Path(place) / "new"
-        folder.mkdir()
-        yield folder
-        _check_free(out)
-        if out.is_dir():
-            out.rmdir()
-        folder.rename(out)
-
-
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists already; name a new folder")
-
-
-@contextmanager
-def _lock(place: Path) -> Iterator[bool]:
-    """Hold the lock of a folder, which ends with the process, or tell that another process holds it."""
-    with (place / "lock").open("wb") as file:
-        try:
-            from fcntl import LOCK_EX, LOCK_NB, flock  # not on Windows, which does not remove files that are open
-
-            flock(file, LOCK_EX | LOCK_NB)
-            free = True
-        except (ImportError, OSError) as error:
-            free = not isinstance(error, BlockingIOError)
-        yield free
-
-
-def write_tensors(
-    path: Path, tensors: Iterable[tuple[str, Tensor]], metadata: Callable[[], dict[str, str]] = dict
-) -> None:
-    """Write a safetensors file, of which no more than one tensor is in memory.
-
-    The header stands first but is known last, so tensors go to a temporary file, and metadata are asked for after them.
-    Tensors with the largest numbers come first, so that each is aligned.
-    """
-    parts, header = list[tuple[int, str, dict[str, Any], int]](), dict[str, Any]()
-    with tempfile.TemporaryFile(dir=path.parent) as spool, path.open("wb") as file:
-        for key, t in tensors:
-            if not bool((t if t.element_size() > 1 else t.float()).isfinite().all()):  # which not every float8 has
-                raise ValueError(f"{key} would have NaN or infinite entries in {t.dtype}")
-            raw = memoryview(save({key: t.contiguous()}))
-            start = 8 + int.from_bytes(raw[:8], "little")
-            parts.append((-t.element_size(), key, json.loads(bytes(raw[8:start]))[key], spool.tell()))
-            spool.write(raw[start:])
-        end = 0
-        for _, key, entry, _ in sorted(parts, key=lambda part: part[:2]):
-            begin, end = end, end + entry["data_offsets"][1]
-            header[key] = {**entry, "data_offsets": [begin, end]}
-        text = json.dumps({"__metadata__": {"format": "pt", **metadata()}, **header}).encode()
-        text += b" " * (-len(text) % 8)
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, _, entry, start in sorted(parts, key=lambda part: part[:2]):
-            spool.seek(start)
-            file.write(spool.read(entry["data_offsets"][1]))

@@ -19,8 +19,9 @@ from torch import Tensor
 from ..linalg import in_double
 from ..manifold import MANIFOLDS
 from ..passes import drawing_again
-from .folders import CONFIG, HEADER, Adapter, module_of, new_folder, parameters, read, write_tensors
+from .folders import CONFIG, HEADER, Adapter, module_of, parameters, read
 from .products import Factors, Method, present, product_svd, signed_sum
+from .storage import new_folder, write_tensors
 
 Path = str | os.PathLike[str]
 #: Metadata that tell whether a file was changed.
@@ -30,8 +31,8 @@ _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layer
 
 
 def merge(
-    adapters: Sequence[Path],
-    out: Path,
+    adapters: Sequence[Path | Adapter],
+    out: Path | None = None,
     *,
     weights: Sequence[float] | None = None,
     rank: int | None = None,
@@ -40,7 +41,7 @@ def merge(
     space: str = "core",
     density: float = 0.5,
     seed: int = 0,
-) -> None:
+) -> Adapter | None:
     r"""Merge LoRA adapters into one, by the products of their factors and without the model.
 
     .. math:: \hat B \hat A = \sum_i w_i s_i B_i A_i
@@ -51,12 +52,13 @@ def merge(
 
     Parameters
     ----------
-    adapters : sequence of path
-        Folders that peft saved; or files with the names of kohya's scripts or of diffusers, all of one kind. Scales are
-        those of the config, of the keys ``alpha`` or of diffusers' metadata; a file without any of them has 1.
-    out : path
+    adapters : sequence of path or Adapter
+        Folders that peft saved; files with the names of kohya's scripts or of diffusers; or adapters in memory; all of
+        one kind. Scales are those of the config, of the keys ``alpha`` or of diffusers' metadata; a file without any of
+        them has 1.
+    out : path, optional
         Folder to create, or empty. It appears when it is complete; a file in it has the name, keys and metadata of the
-        first, and one rank in all layers if nothing in it says a scale.
+        first, and one rank in all layers if nothing in it says a scale. Without it the result is returned.
     weights : sequence of float, optional
         One for each adapter, of any sign. By default 1/k, a mean, and 1 for ``"ties"``, which takes a mean by itself.
     rank : int, optional
@@ -75,6 +77,11 @@ def merge(
         2025), or of all products side by side (KnOTS, Stoica et al. 2025).
     density, seed : float and int
         Share of the entries that TIES and DARE keep, and seed of DARE.
+
+    Returns
+    -------
+    Adapter or None
+        The merged adapter in memory, if there is no ``out``.
 
     Raises
     ------
@@ -100,18 +107,18 @@ def merge(
     '0.500'
     >>> folder.cleanup()
     """
-    parents, ranks = [read(place) for place in adapters], dict[str, int]()
+    parents, ranks = [_read(adapter) for adapter in adapters], dict[str, int]()
     how = Method(method, _checked_weights(parents, weights, method), space, density, rank, energy)
     _check_alike(parents, how)
     first, seeded = parents[0], partial(_seeded, seed) if method == "dare" else nullcontext
+    if out is None:
+        with seeded():
+            state = dict(_tensors(parents, _of_one_rank(parents, how, ranks), ranks))
+        return Adapter.from_state(state, {} if first.single else _config([p.config for p in parents], ranks))
     with new_folder(out) as folder:
+        with seeded():
+            how = _of_one_rank(parents, how, ranks)
         tensors = _tensors(parents, how, ranks)
-        if first.single and not (first.has_alphas or HEADER in first.metadata):
-            # Readers of such a file may take the scale of one layer for that of all, so all have one rank.
-            with seeded():
-                for _ in tensors:
-                    pass
-            tensors = _tensors(parents, replace(how, rank=max(ranks.values()), energy=None), ranks)
         with seeded():
             write_tensors(folder / first.saved_as, tensors, lambda: _metadata(parents, ranks))
         if not first.single:
@@ -122,6 +129,20 @@ def merge(
         made_of = (f"- {w:g} × {p.place}\n" for p, w in zip(parents, how.weights, strict=True))
         text = (card + "".join(made_of)).encode("utf-8", "backslashreplace")  # a path may be no text
         (folder / "README.md").write_bytes(text)
+    return None
+
+
+def _read(adapter: Path | Adapter) -> Adapter:
+    return adapter if isinstance(adapter, Adapter) else read(adapter)
+
+
+def _of_one_rank(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Method:
+    """Return how to merge files without any scale: readers may take that of one layer for all, so all have one rank."""
+    if not parents[0].single or parents[0].has_alphas or HEADER in parents[0].metadata:
+        return how
+    for _ in _tensors(parents, how, ranks):
+        pass
+    return replace(how, rank=max(ranks.values()), energy=None)
 
 
 @contextmanager
@@ -132,13 +153,15 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def resize(adapter: Path, out: Path, *, rank: int | None = None, energy: float = 1.0) -> None:
+def resize(
+    adapter: Path | Adapter, out: Path | None = None, *, rank: int | None = None, energy: float = 1.0
+) -> Adapter | None:
     """Write the nearest adapter of a smaller rank, in the Frobenius norm of each layer's product.
 
     Parameters
     ----------
-    adapter, out : path
-        As for :func:`merge`.
+    adapter, out : path or Adapter, path
+        As for :func:`merge`, which says what is returned.
     rank, energy : int and float
         As for :func:`merge`; one of them at least.
 
@@ -157,10 +180,10 @@ def resize(adapter: Path, out: Path, *, rank: int | None = None, energy: float =
     """
     if rank is None and energy == 1:
         raise ValueError("say to which rank, or which share of energy to keep")
-    merge([adapter], out, rank=rank, energy=energy)
+    return merge([adapter], out, rank=rank, energy=energy)
 
 
-def balance(adapter: Path, out: Path) -> None:
+def balance(adapter: Path | Adapter, out: Path | None = None) -> Adapter | None:
     r"""Write an adapter of the same products with balanced factors, :math:`B^T B = A A^T` = diag(σ).
 
     Training goes on from them at rates that suit factors of equal size. Ranks remain, and scales become 1. Where a
@@ -169,32 +192,28 @@ def balance(adapter: Path, out: Path) -> None:
 
     Parameters
     ----------
-    adapter, out : path
-        As for :func:`merge`.
+    adapter, out : path or Adapter, path
+        As for :func:`merge`, which says what is returned.
 
     Examples
     --------
-    >>> import peft, safetensors.torch, tempfile, torch
-    >>> from quotient_manifolds.adapters import balance
+    >>> import peft, torch
+    >>> from quotient_manifolds.adapters import Adapter, balance
     >>> config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
-    >>> folder = tempfile.TemporaryDirectory()
     >>> model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config)
-    >>> model.save_pretrained(f"{folder.name}/a")
-    >>> balance(f"{folder.name}/a", f"{folder.name}/balanced")
-    >>> A, B = safetensors.torch.load_file(f"{folder.name}/balanced/adapter_model.safetensors").values()
+    >>> A, B = balance(Adapter.from_model(model)).state.values()
     >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
     True
-    >>> folder.cleanup()
     """
-    merge([adapter], out, energy=None)
+    return merge([adapter], out, energy=None)
 
 
-def compare(one: Path, other: Path) -> dict[str, Any]:
+def compare(one: Path | Adapter, other: Path | Adapter) -> dict[str, Any]:
     r"""Compare two adapters of any ranks, layer by layer, by their products.
 
     Parameters
     ----------
-    one, other : path
+    one, other : path or Adapter
         As for :func:`merge`.
 
     Returns
@@ -217,7 +236,7 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
     True
     >>> folder.cleanup()
     """
-    both = [read(one), read(other)]
+    both = [_read(one), _read(other)]
     found: dict[str, Any] = {"layers": {}, "differs": {}}
     for layer in _layers(both):
         with _named(layer):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix, adapters, lora_command
-from quotient_manifolds.adapters import balance, compare, folders, merge, merging, products, resize
+from quotient_manifolds.adapters import balance, compare, folders, merge, merging, products, resize, storage
 from quotient_manifolds.lora_command import main
 
 #: Of peft, about the bias of B, and about patterns for parameters, which it follows nevertheless.
@@ -489,7 +489,7 @@ def test_half_precision_is_rounded_once(tmp_path):
 def test_files_are_aligned(tmp_path):
     given = {"a": torch.ones(3).bfloat16(), "b": torch.randn(2, 3), "c": torch.tensor(5), "d": torch.tensor([True]),
              "e": torch.randn(2).double(), "f": torch.zeros(0, 4)}  # fmt: skip
-    folders.write_tensors(tmp_path / "x.safetensors", iter(given.items()))
+    storage.write_tensors(tmp_path / "x.safetensors", iter(given.items()))
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == given.keys()
     assert all(torch.equal(found[k], t) and found[k].dtype == t.dtype for k, t in given.items())
@@ -674,7 +674,7 @@ def test_every_scale_that_a_file_states_is_read_and_kept(kind, tmp_path):
             assert again.rank_and_scale(a.format(layer).partition(".lora_")[0])[1] == 1
             assert len(A) == times * (3 if kind in ("none", "default") else r), "one rank, if nothing says the scales"
             assert alpha is None or t[alpha.format(layer)] == times * r
-        with folders.safe_open(out, "pt") as file:
+        with storage.safe_open(out, "pt") as file:
             assert file.metadata()["modelspec.title"] == "mine"
             assert "sshs_model_hash" not in file.metadata(), "it was that of other weights"
             said = json.loads(file.metadata().get("lora_adapter_metadata", "{}"))
@@ -713,7 +713,7 @@ def test_a_single_file_keeps_one_rank_and_its_metadata(tmp_path):
     t = load_file(tmp_path / "out" / place.name)
     [rank] = {len(v) for k, v in t.items() if "lora_A" in k}
     assert 1 < rank < 4, "the largest that a layer needs"
-    with folders.safe_open(tmp_path / "out" / place.name, "pt") as file:
+    with storage.safe_open(tmp_path / "out" / place.name, "pt") as file:
         said = {"ss_network_dim": f"{rank}", "ss_network_alpha": f"{rank}"}
         assert file.metadata() == {"format": "pt", "ss_tag": "x", **said}
 
@@ -901,14 +901,14 @@ def test_what_a_killed_command_leaves_goes_with_the_next(tmp_path):
 
 def test_two_commands_with_one_folder(tmp_path):
     one, out = saved(tmp_path / "one"), tmp_path / "out"
-    with folders.new_folder(out) as first:
+    with storage.new_folder(out) as first:
         with pytest.raises(FileExistsError, match=r"another command is writing .*out; wait for it"):
             balance(one, out)
         assert first.exists()
         (first / "mine").touch()
     assert [p.name for p in out.iterdir()] == ["mine"]
     late = tmp_path / "late"
-    with pytest.raises(FileExistsError, match="late exists already"), folders.new_folder(late):
+    with pytest.raises(FileExistsError, match="late exists already"), storage.new_folder(late):
         shutil.copytree(out, late)
     assert [p.name for p in late.iterdir()] == ["mine"]
 
