@@ -1,9 +1,9 @@
 """Means of adapters in training: of products (``QuotientEMA``), of factors, and the last step, on MiniLM.
 
-``python adapters_ema.py --model M --ag-news A --sst2 S --mnli N``, with the paths of ``lora_text.py``. For each task, five
-seeds, AdamW and QuotientAdam at their best rates there, rank 4, constant after a warm-up, for that is where means are
-used; decay 0.98 after each step. Each run appends a line; those that are there are not done again. ``--report`` prints
-the means over seeds with 95 % intervals, and of the differences.
+``python adapters_ema.py --model M --ag-news A --sst2 S --mnli N``, with the paths of ``lora_text.py``. For each task,
+five seeds, AdamW and QuotientAdam at their best rates there, rank 4, constant after a warm-up, for that is where means
+are used; decay 0.98 after each step. Each run appends a line; those that are there are not done again. ``--report``
+prints the means over seeds with 95 % intervals, and of the differences from the last step.
 """
 
 from __future__ import annotations
