@@ -173,7 +173,7 @@ class Objective:
             return [(1.0, batch)]
         count, size = count_examples(batch), self.micro_batch
         parts = [_rows(batch, slice(i, i + size), count) for i in range(0, count, size)]
-        weights = [_count_labels(model, part) for part in parts]
+        weights = [count_labels(model, part) for part in parts]
         total = sum(weights)
         if total == 0:
             raise ValueError("all labels of a batch are ignored (-100); leave the batch out")
@@ -192,7 +192,7 @@ class Objective:
         starts = range(0, count - 1, step if self.micro_batch > 1 else 1)
         for start in starts if all_of_them else starts[:1]:
             piece, size = _rows(batch, slice(start, start + step), count), min(step, count - start)
-            if _count_labels(model, piece) == 0:
+            if count_labels(model, piece) == 0:
                 continue
             labels = labels_of(piece)
             if labels is not None and labels.dim() == 1:  # by class: similar halves would not reveal class weights
@@ -280,7 +280,7 @@ def _rows(batch: Any, chosen: slice | Tensor, count: int) -> Any:
     return tree_map(cut, batch)
 
 
-def _count_labels(model: nn.Module, batch: Any) -> int:
+def count_labels(model: nn.Module, batch: Any) -> int:
     """Count the labels that have a weight in the loss."""
     labels = labels_of(batch)
     if labels is None or labels.is_floating_point():

@@ -20,6 +20,8 @@ from .patches import SinglePatch, Tensors
 
 #: Numbers in the frames of a parameter's points, each the square of a point's size.
 _LARGEST = 2**22
+#: Of directions: no user's seed, or a point that he drew would be such a direction, whose tangential part is 0.
+_SEED = 0x6A09E667F3BCC908 >> 1
 #: Length at which the derivative of a retraction at 0 is taken: there itself, geoopt's divide by the length.
 _NEAR = 1e-6
 
@@ -91,7 +93,7 @@ class PointPatch(SinglePatch):
     @cached_property
     def _frame(self) -> tuple[Tensor, Tensor | None]:
         """Return λ^-½, (points, 1), and None; or what makes vectors of coordinates, and their projector."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(_SEED)
         points, size = self._shape
         drawn = standard_normal((3, points, size), real_view(self.x).new_empty(0), generator)
         P = self._proju(drawn)
@@ -164,7 +166,7 @@ class PointPatch(SinglePatch):
             found = self._pulled(points, egrad)
             lost = lost | ~found.isfinite().all(-1, keepdim=True)
         if bool(lost.any()):  # the mean of both sides has an error of order _NEAR²
-            near = self._of_flat(self.random(torch.Generator().manual_seed(0)))
+            near = self._of_flat(self.random(torch.Generator().manual_seed(_SEED)))
             near = near * (_NEAR / near.norm(dim=-1, keepdim=True))
             sides = [torch.where(lost, points + side, points) for side in (near, -near)]
             found = torch.stack([self._pulled(side, egrad) for side in sides]).mean(0)

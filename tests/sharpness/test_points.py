@@ -27,6 +27,18 @@ def evaluate(problem, data, measure="geodesic-inv", rho=0.3, **options):
     return sharpness.evaluate(problem, [data], loss, measure=measure, rho=rho, progress=False, **options)
 
 
+def test_points_that_were_drawn_by_a_common_seed_have_a_gradient():
+    """By seed 0 they were the very directions in which derivatives at 0 were taken, whose tangential part is 0."""
+    for seed in (0, 1, 42):
+        torch.manual_seed(seed)
+        x = geoopt.ManifoldParameter(torch.randn(3, 5), manifold=geoopt.Sphere())
+        x.data /= x.data.norm(dim=-1, keepdim=True)
+        patch, out, g = points.PointPatch("x", x, torch.get_default_dtype()), torch.empty(15), torch.randn(3, 5)
+        patch.pull_back_(out, {"x": g}, None)
+        expected = g - (g * x.data).sum(-1, keepdim=True) * x.data
+        assert torch.allclose(out.view(3, 5), expected, atol=1e-6)
+
+
 def test_every_manifold_of_geoopt_has_a_case():
     found = {name: cls for name, cls in vars(geoopt.manifolds).items() if inspect.isclass(cls)}
     found = {name for name, cls in found.items() if issubclass(cls, geoopt.Manifold)}
