@@ -36,7 +36,7 @@ from torch.nn import functional as F
 import sharpness
 from quotient_manifolds.symmetries import ALL, canonicalize_, find, move_
 from quotient_manifolds.weights import pointing_to
-from reproduction.baselines import critical_sharpness, norms
+from reproduction.baselines import norms
 from sharpness.measuring import RadiusError
 
 BITS, SEEDS = (8, 4, 3, 2), (200, 201)
@@ -123,7 +123,7 @@ def predictors(model: nn.Module, c: Collection, data: list[Batch]) -> dict[str, 
         found[f"{measure} gradient norm"] = float(sharpness.gradient_norm(model, [batch], **quiet))
         curvature = sharpness.hessian(model, [few], num_matvecs=9, **quiet)
         found |= {f"{measure} eigenvalue": float(curvature), f"{measure} trace": curvature.trace}
-    found["critical sharpness"] = critical_sharpness(model, batch)
+    found["critical sharpness"] = sharpness.critical_sharpness(model, [batch])
     along = [critical_along(model, batch, first_update(model, c, data[2], s)) for s in SEEDS]
     found["critical sharpness, second task"] = None if None in along else fmean(along)
     return found | norms(model)

@@ -14,12 +14,12 @@ from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.passes import default_forward
 from quotient_manifolds.symmetries import find, model_distance
 from quotient_manifolds.weights import pointing_to, weights_of
+from sharpness import critical_sharpness
 from sharpness.building import trainable
 from sharpness.losses import IGNORED, Objective, labels_of, to_float32
 
 __all__ = [
-    "baselines", "critical_sharpness", "distance", "fisher_trace", "geodesic_distance", "margin", "norms",
-    "relative_flatness",
+    "baselines", "distance", "fisher_trace", "geodesic_distance", "margin", "norms", "relative_flatness",
 ]  # fmt: skip
 
 #: Examples at a time.
@@ -54,8 +54,8 @@ def baselines(
         found = {
             **norms(model), "relative_flatness": relative_flatness(model, parts), "margin": margin(model, parts),
             "fisher_trace": fisher_trace(model, parts),
-            "critical_sharpness": critical_sharpness(model, batches[0], micro_batch=_PIECE),
         }  # fmt: skip
+    found["critical_sharpness"] = critical_sharpness(model, batches[:1], micro_batch=_PIECE)
     if start is None:
         return found
     return {**found, "distance": distance(model, start), "geodesic_distance": geodesic_distance(model, start)}
@@ -206,39 +206,3 @@ def fisher_trace(model: nn.Module, batches: Iterable[Any]) -> float | None:
                 )
             count += 1
     return total / count
-
-
-def critical_sharpness(
-    model: nn.Module, batch: Any, *, passes: int = 10, micro_batch: int | None = None
-) -> float | None:
-    r"""Compute the critical sharpness along the gradient; None if no step of any length raises the loss.
-
-    .. math:: λ_c = 2 / η_c, \qquad η_c = \min \{η > 0 : L(θ - η \nabla L(θ)) > L(θ)\}
-
-    (Kalra et al., *A Scalable Measure of Loss Landscape Curvature for Analyzing the Training Dynamics of LLMs*, 2026).
-    The search starts at :math:`η = 4 L / \|\nabla L\|^2`, which is :math:`η_c` of a parabola with minimum 0, goes by
-    factors of 4 until it brackets :math:`η_c`, and halves the bracket on a logarithmic scale. If there are several
-    crossings, it aims at the first one, as in the paper, without a guarantee. It takes ``passes`` forward passes, after
-    one forward and backward pass for the gradient. On a quadratic loss it is the Rayleigh quotient of the gradient; it
-    is not invariant.
-    """
-    objective, base, sums = Objective(micro_batch=micro_batch), 0.0, dict[str, Tensor]()
-    weights = {name: p for name, p in weights_of(model).items() if p.requires_grad}
-    for share, part in objective.pieces(model, batch):
-        loss = share * objective(model, part).loss
-        base += float(loss.detach())
-        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        for name, g in zip(weights, found, strict=True):
-            if g is not None:
-                sums[name] = sums[name] + g if name in sums else g
-    square = sum(float(g.double().square().sum()) for g in sums.values())
-    if square == 0:
-        return None
-    low, high, step = 0.0, float("inf"), 4 * base / square
-    with torch.no_grad():
-        for _ in range(passes):
-            with pointing_to(model, {name: weights[name] - step * g for name, g in sums.items()}):
-                rises = not objective.value(model, batch) <= base  # one that is not finite counts as a rise
-            low, high = (low, step) if rises else (step, high)
-            step = high / 4 if low == 0 else low * 4 if high == float("inf") else (low * high) ** 0.5
-    return 2 / step if low > 0 and high < float("inf") else None

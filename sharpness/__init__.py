@@ -4,10 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .critical import critical_sharpness
     from .curvature import HessianOperator
     from .direction import Direction, LayerShare, LayerShares, perturbed
     from .evaluation import average, evaluate, gradient_norm, hessian
     from .measures import MEASURES, Measure, get_measure
+    from .monitor import measured
     from .options import Search
     from .results import SharpnessResult
     from .sam import GeodesicSAM
@@ -27,17 +29,19 @@ __all__ = [
     "SharpnessResult",
     "WeightSpace",
     "average",
+    "critical_sharpness",
     "evaluate",
     "get_measure",
     "gradient_norm",
     "hessian",
+    "measured",
     "perturbed",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch with the first name that needs it, which the parser of the command line does not."""
-    files = (".evaluation", ".curvature", ".direction", ".measures", ".results", ".sam", ".space")
+    files = (".evaluation", ".curvature", ".direction", ".measures", ".monitor", ".results", ".sam", ".space")
     for file in files if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):

@@ -100,7 +100,7 @@ def evaluate(
     >>> 0 < float(result[0.1]) < float(result[0.5])
     True
     """
-    return measured(
+    return statistic_of(
         Worst(Search(**search)), model, batches, loss_fn, measure=measure, rho=rho, symmetries=symmetries,
         micro_batch=micro_batch, keep_directions=keep_directions, progress=progress, group=group,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def average(
     >>> len(result.batches[0].history)
     20
     """
-    return measured(Average(num_samples, seed), model, batches, loss_fn, **options)
+    return statistic_of(Average(num_samples, seed), model, batches, loss_fn, **options)
 
 
 def gradient_norm(
@@ -165,7 +165,7 @@ def gradient_norm(
     >>> float(sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean"))
     5.0
     """
-    return measured(GradientNorm(), model, batches, loss_fn, **options)
+    return statistic_of(GradientNorm(), model, batches, loss_fn, **options)
 
 
 def hessian(
@@ -200,10 +200,10 @@ def hessian(
     >>> round(float(result), 4), round(result.trace, 4)
     (5.0, 5.0)
     """
-    return measured(Curvature(num_matvecs, seed), model, batches, loss_fn, **options)
+    return statistic_of(Curvature(num_matvecs, seed), model, batches, loss_fn, **options)
 
 
-def measured(
+def statistic_of(
     statistic: Statistic, model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None,
     symmetries: Symmetries | None = None, micro_batch: int | None = None, keep_directions: bool | None = None,

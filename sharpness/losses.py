@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -217,6 +217,23 @@ def loss_of_guessing(model: nn.Module, batch: Any, micro_batch: int | None = Non
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def check_batches(batches: object) -> None:
+    """Raise for a single batch, and for what cannot be iterated over."""
+    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
+        )
+
+
+def as_list(batches: Iterable[Any]) -> list[Any]:
+    """List batches, of which there must be one at least."""
+    check_batches(batches)
+    found = list(batches)
+    if not found:
+        raise ValueError("batches is empty; pass at least one batch")
+    return found
 
 
 def rounding_error(model: nn.Module) -> float:

@@ -31,7 +31,7 @@ from quotient_manifolds.weights import plain_class, plain_names, weights_of
 
 from .building import trainable
 from .distributed import check_alike, is_sharded_model, world_of
-from .losses import Objective, computed_in, count_examples, rounding_error, to_float32
+from .losses import Objective, check_batches, computed_in, count_examples, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .sharded import ShardedSpace
 from .space import HIDES, WeightSpace
@@ -241,10 +241,7 @@ def attached_space(
     symmetries: Symmetries | None = None,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
-    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
-        raise ValueError(
-            f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
-        )
+    check_batches(batches)
     sharded = is_sharded_model(model)
     make = partial(ShardedSpace if sharded else WeightSpace, model)
     with torch.inference_mode(False), torch.enable_grad():

@@ -146,7 +146,7 @@ def at_the_weights(device):
     return [
         *baselines.norms(model).values(), baselines.distance(model, start), baselines.relative_flatness(model, moved),
         baselines.margin(model, moved), baselines.fisher_trace(model, moved),
-        baselines.critical_sharpness(model, moved[0]),
+        sharpness.critical_sharpness(model, moved[:1]),
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from ..data import check_source
 from ..errors import called, naming, words_of
-from ..evaluation import LOCAL, measure_of, measured, progress_bar
+from ..evaluation import LOCAL, measure_of, progress_bar, statistic_of
 from ..files import check_folder, write_json
 from ..losses import Objective, count_examples
 from ..measuring import RadiusError
@@ -192,8 +192,8 @@ def quantity(
 ) -> SharpnessResult:
     """Measure a quantity by its name in ``MEASURES`` or ``LOCAL``; one at the weights has no radius."""
     if name in LOCAL:
-        return measured(LOCAL[name][1](search.seed), model, batches, measure=measure_of(name), **options)
-    return measured(Worst(search), model, batches, measure=measure_of(name), rho=rho, **options)
+        return statistic_of(LOCAL[name][1](search.seed), model, batches, measure=measure_of(name), **options)
+    return statistic_of(Worst(search), model, batches, measure=measure_of(name), rho=rho, **options)
 
 
 def _sharpness(job: Row, inputs: _Inputs, progress: bool) -> list[Row]:

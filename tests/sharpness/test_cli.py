@@ -194,7 +194,7 @@ def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
     def unknown(*_, **__):
         raise UnknownAttentionError("encoder", nn.Linear, "softmax")
 
-    monkeypatch.setattr("sharpness.study.run.measured", unknown)
+    monkeypatch.setattr("sharpness.study.run.statistic_of", unknown)
     assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--rho", "0.1", "--quiet"]) == 2
     assert 'or use measure="adaptive", which needs none\n' in capsys.readouterr().err
 

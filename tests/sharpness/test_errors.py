@@ -71,7 +71,7 @@ def test_a_defect_shows_where_it_is(monkeypatch, capsys):
 def test_what_is_wrong_is_known_before_the_work(arguments, words, capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(".")
     monkeypatch.setattr("sharpness.demo.train", lambda *_, **__: pytest.fail("the demo trains"))
-    monkeypatch.setattr("sharpness.study.run.measured", lambda *_, **__: pytest.fail("it measures"))
+    monkeypatch.setattr("sharpness.study.run.statistic_of", lambda *_, **__: pytest.fail("it measures"))
     monkeypatch.chdir(tmp_path)
     with contextlib.suppress(SystemExit):  # of the parser
         command = laboratory if arguments[0] in ("finetune", "toy") else cli

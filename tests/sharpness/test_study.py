@@ -127,7 +127,7 @@ def test_an_interrupted_sweep_leaves_no_results_of_another(place, capsys, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("sharpness.study.run.measured", interrupted)
+        patch.setattr("sharpness.study.run.statistic_of", interrupted)
         assert cli.main(["sweep", "other.json", "--out", "out", "--quiet"]) == 130
     assert cli.main(["table", "out"]) == 2
     assert "the sweep in out is not complete; run `sharpness sweep` again to resume it" in capsys.readouterr().err

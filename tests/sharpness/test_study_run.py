@@ -392,7 +392,7 @@ def test_what_is_wrong_is_known_before_the_first_search(place, capsys, monkeypat
     torch.save({"x": torch.randn(12, 5), "y": torch.randint(3, (12,))}, "narrow.pt")
     config = json.loads(Path("sweep.json").read_text(encoding="utf-8")) | {"test": "narrow.pt"}
     Path("wrong.json").write_text(json.dumps(config), encoding="utf-8")
-    monkeypatch.setattr("sharpness.study.run.measured", lambda *_, **__: pytest.fail("it measures"))
+    monkeypatch.setattr("sharpness.study.run.statistic_of", lambda *_, **__: pytest.fail("it measures"))
     for more in (["--dry-run"], []):
         assert cli.main(["sweep", "wrong.json", "--out", "wrong", "--quiet", *more]) == 1
         lines = capsys.readouterr().err.splitlines()
