@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import importlib
 import io
 import json
 import pathlib
@@ -12,7 +13,7 @@ import tempfile
 
 EXTRAS = [
     "transformers", "open_clip", "timm", "peft", "PIL", "yaml", "torchvision", "matplotlib", "pandas",
-    "sklearn", "datasets", "accelerate", "bitsandbytes", "pymanopt",
+    "sklearn", "datasets", "accelerate", "bitsandbytes", "pymanopt", "lightning", "pytorch_lightning",
 ]  # fmt: skip
 
 
@@ -97,15 +98,20 @@ def check_missing():
             print(lines[0])
 
 
-def check_pymanopt():
-    """Python says what to install where the module is imported."""
-    said = ""
-    try:
-        import quotient_manifolds.pymanopt  # noqa: F401
-    except ImportError as error:
-        said = str(error)
-    assert "install the extra pymanopt, pip install '.[pymanopt]'" in said, said
-    print(said)
+def check_modules():
+    """Python says what to install where a module of an optional library is imported."""
+    for module, extra in (
+        ("quotient_manifolds.pymanopt", "pymanopt"),
+        ("sharpness.lightning", "lightning"),
+        ("sharpness.transformers", "transformers"),
+    ):
+        said = ""
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            said = str(error)
+        assert f"install the extra {extra}, pip install '.[{extra}]'" in said, said
+        print(said)
 
 
 def main():
@@ -115,7 +121,7 @@ def main():
     check_manifolds()
     check_evaluate()
     check_missing()
-    check_pymanopt()
+    check_modules()
     print("the core works by itself")
 
 

@@ -92,3 +92,27 @@ def in_a_group(folder):
     found |= {f"sharded, {name}": said(fully_shard(network()), own) for name, own in given.items()}
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def trained(rank, *, measure):
+    """Train in DDP; the weights, and what is measured on each process."""
+    model, (x, y), values = DistributedDataParallel(network(nn.BatchNorm1d(8))), examples()[rank], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        nn.functional.cross_entropy(model(x), y).backward()
+        before = copy.deepcopy(model.state_dict())
+        optimizer.step()
+        optimizer.zero_grad()
+        if measure:
+            values.append(sharpness.measured(model, examples()[:2], before=before, steps=2))
+    return {"weights": [p.tolist() for p in model.state_dict().values()], "values": values}
+
+
+def training(folder):
+    """What one of two processes trains with and without measurements."""
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    found = [trained(rank, measure=measure) for measure in (False, True)]
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()

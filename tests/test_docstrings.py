@@ -20,10 +20,12 @@ PUBLIC = [
     "sharpness",
     "sharpness.ascent",
     "sharpness.data",
+    "sharpness.lightning",
     "sharpness.losses",
     "sharpness.models",
     "sharpness.plots",
     "sharpness.study",
+    "sharpness.transformers",
 ]
 
 

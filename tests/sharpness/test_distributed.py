@@ -84,6 +84,15 @@ def test_processes_hold_the_same_batches_and_weights(in_a_group, what, name):
             assert found[way].startswith(f"{name} is not the same on all processes; give all of them"), found[way]
 
 
+def test_a_training_in_ddp_goes_on_as_if_it_had_not_been_measured(tmp_path):
+    done = together(2, spread.training, tmp_path, folder=tmp_path)
+    assert not any(done.codes), done.output
+    for rank in range(2):
+        plain, measured = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert measured["weights"] == plain["weights"]
+        assert [len(values) for values in measured["values"]] == [2] * 3
+
+
 def test_checksums_are_those_of_contents():
     t = torch.arange(6.0).view(2, 3)
     kinds = [

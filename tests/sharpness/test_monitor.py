@@ -50,7 +50,7 @@ def trained(measure, steps=6, accumulate=2):
     net = Net().train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True)
-    batches = iter([b for _ in range(steps * accumulate) for b in [next(iter(loader))]])
+    batches = (next(iter(loader)) for _ in range(steps * accumulate))  # each is drawn when it is needed
     seen = []
     for step in range(steps):
         for i in range(accumulate):
@@ -181,7 +181,7 @@ def test_a_measurement_that_fails_later_leaves_a_gap():
     """The first one raises, so that wrong data do not go unnoticed; others follow the one that fails."""
     net, monitor = Encoder(), Monitor([tokens()], every=1, quantities=["adaptive", "gradient-norm"])
     net.head.weight.data[0] = torch.nan
-    with pytest.raises(ValueError, match="parameter 'head.weight' has NaN"):
+    with pytest.raises(ValueError, match=r"'head\.weight' has NaN"):
         monitor.after_step(net, 1)
     net.head.weight.data[0] = 0.0
     assert len(monitor.after_step(net, 2)) == 2
