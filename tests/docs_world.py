@@ -150,4 +150,39 @@ def taken_for_granted(page):
         known = {"model": model, "batch": batch, "batches": [batch], "loader": [batch], "torch": torch}
         known["loss_fn"] = lambda m, b: torch.nn.functional.cross_entropy(m(b[0]).logits, b[1])
         return {**known, "MyAttention": MyAttention}
+    if page == "docs/howto/training.md":
+        return _trainings()
     return {}
+
+
+def _trainings():
+    """A Trainer, Lightning's module with its settings, and a loop."""
+    import lightning.pytorch as lightning
+    from transformers import Trainer, TrainingArguments
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = bert(layers=1)
+
+        def forward(self, **batch):
+            return self.net(**batch)
+
+        def training_step(self, batch, index):
+            return self(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    ids = torch.randint(20, (64, 6), generator=torch.Generator().manual_seed(0))
+    dataset = [{"input_ids": row, "labels": int(row.sum()) % 3} for row in ids]
+    arguments = TrainingArguments("trained", max_steps=50, report_to=[], use_cpu=True, save_strategy="no")
+    model = bert(layers=1)
+    settings = {"max_steps": 50, "accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False,
+                "enable_model_summary": False}  # fmt: skip
+    known = {"trainer": Trainer(bert(layers=1), arguments, train_dataset=dataset), "dataset": dataset, "model": model}
+    known |= {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "lightning": lightning, "module": Module()}
+    batch = {"input_ids": ids, "labels": torch.tensor([row["labels"] for row in dataset])}
+    known["loader"] = torch.utils.data.DataLoader([batch], batch_size=None)
+    known["settings"] = settings | {"logger": lightning.loggers.CSVLogger("logged")}
+    return known | {"loss_fn": lambda model, batch: model(**batch).loss}
