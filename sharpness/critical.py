@@ -92,22 +92,27 @@ def critical_sharpness(
         else:
             start = _fitting(before, now, plain_class(model).__name__)
             base, update = math.nan, {name: now[name] - w for name, w in start.items()}
-
-        def loss(step: float) -> float:
-            with pointing_to(model, {name: start[name] + step * d for name, d in update.items()}):
-                return fmean(objective.value(model, batch) for batch in moved)
-
         if not all(finite(d) for d in update.values()):
             raise ValueError("the update of the weights has NaN or infinite entries; lower the learning rate")
-        base = base if before is None else loss(0.0)
-        if not math.isfinite(base):
-            raise ValueError(f"the loss before the update is {base}; look for NaN in the data, or labels out of range")
-        square = sum(float(in_double(d).abs().square().sum()) for d in update.values())
-        if square == 0:
-            return None
-        first = 1.0 if before is not None else 4 * abs(base) / square or 1.0
-        rounding = _ROUNDINGS * max(torch.finfo(w.dtype).eps for w in start.values()) * abs(base)
-        return _searched(loss, base, first, as_count("passes", passes), rounding)
+        at = {name: torch.empty_like(d) for name, d in update.items()}  # one copy: to allocate costs time too
+
+        def loss(step: float) -> float:
+            for name, d in update.items():
+                torch.add(start[name], d, alpha=step, out=at[name])
+            return fmean(objective.value(model, batch) for batch in moved)
+
+        with pointing_to(model, at), torch.no_grad():
+            base = base if before is None else loss(0.0)
+            if not math.isfinite(base):
+                raise ValueError(
+                    f"the loss before the update is {base}; look for NaN in the data, or labels out of range"
+                )
+            square = sum(float(in_double(d).abs().square().sum()) for d in update.values())
+            if square == 0:
+                return None
+            first = 1.0 if before is not None else 4 * abs(base) / square or 1.0
+            rounding = _ROUNDINGS * max(torch.finfo(w.dtype).eps for w in start.values()) * abs(base)
+            return _searched(loss, base, first, as_count("passes", passes), rounding)
 
 
 def _searched(loss: Callable[[float], float], base: float, step: float, passes: int, rounding: float) -> float | None:
