@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import as_count, at_least_float32, finite, in_double
+from quotient_manifolds.linalg import as_count, at_least_float32, differentiated, finite, in_double
 from quotient_manifolds.passes import to_device
-from quotient_manifolds.weights import plain_class, pointing_to, preserve_model_state, unwrapped
+from quotient_manifolds.weights import check_model, plain_class, pointing_to, preserve_model_state, unwrapped
 
 from .building import trainable
 from .losses import LossFunction, Objective, as_list, to_float32
@@ -58,7 +58,7 @@ def critical_sharpness(
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         There is nothing to measure, the loss at θ or the update is NaN or infinite, or ``before`` does not fit.
 
     Notes
@@ -82,6 +82,7 @@ def critical_sharpness(
     >>> round(sharpness.critical_sharpness(model, [batch], loss_fn, before=before, passes=30), 4)
     0.1
     """
+    check_model(model)
     objective, state = Objective(loss_fn, micro_batch), preserve_model_state(model)
     with torch.inference_mode(False), state, state:  # twice, for interrupts
         now = {name: p.detach().to(at_least_float32(p.dtype)) for name, p in trainable(model).items()}
@@ -89,6 +90,7 @@ def critical_sharpness(
         if before is None:
             start = now
             base, update = _descent(model, objective, moved, start)
+            _check_loss(base)
         else:
             start = _fitting(before, now, plain_class(model).__name__)
             base, update = math.nan, {name: now[name] - w for name, w in start.items()}
@@ -103,10 +105,7 @@ def critical_sharpness(
 
         with pointing_to(model, at), torch.no_grad():
             base = base if before is None else loss(0.0)
-            if not math.isfinite(base):
-                raise ValueError(
-                    f"the loss before the update is {base}; look for NaN in the data, or labels out of range"
-                )
+            _check_loss(base)
             square = sum(float(in_double(d).abs().square().sum()) for d in update.values())
             if square == 0:
                 return None
@@ -128,6 +127,11 @@ def _searched(loss: Callable[[float], float], base: float, step: float, passes: 
     return 2 / step if low > 0 and high < math.inf and fell else None
 
 
+def _check_loss(base: float) -> None:
+    if not math.isfinite(base):
+        raise ValueError(f"the loss before the update is {base}; look for NaN in the data, or labels out of range")
+
+
 def _prepared(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     """List the batches on the model's device, in float32 if its weights move in that."""
     weights = list(trainable(model).values())
@@ -147,6 +151,8 @@ def _descent(
             for share, part in objective.pieces(model, batch):
                 loss = share / len(batches) * objective(model, part).loss
                 base += float(loss.detach())
+                if not differentiated(loss):
+                    raise ValueError("the loss has no gradient: loss_fn must not detach it, and must use the model")
                 found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
                 for name, g in zip(parameters, found, strict=True):
                     if g is not None:
@@ -156,10 +162,13 @@ def _descent(
 
 def _fitting(before: Mapping[str, Tensor], now: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:
     """Return the weights of before that have moved since, as the model has them."""
+    if not isinstance(before, Mapping):
+        raise TypeError(f"before must be a mapping of names to tensors, got {type(before).__name__}; {_COPY}")
     known = dict(zip(unwrapped(before, now.keys()), before.values(), strict=True))
     for name, p in now.items():
-        if name not in known or known[name].shape != p.shape:
+        w = known.get(name)
+        if not isinstance(w, Tensor) or w.shape != p.shape or w.is_meta:
             raise ValueError(f"before has no weight {name!r} of the shape {tuple(p.shape)}, which {model} has; {_COPY}")
-        if p.numel() and known[name].data_ptr() == p.data_ptr():
+        if p.numel() and w.data_ptr() == p.data_ptr():
             raise ValueError(f"before holds {name!r} of {model} itself, which moves in the step; {_COPY}")
     return {name: known[name].detach().to(p.device, p.dtype) for name, p in now.items()}

@@ -207,6 +207,8 @@ def spoilt(key, value):
         ({"before": {"w": torch.full((6,), torch.nan)}}, "the update of the weights has NaN or infinite entries"),
         ({"before": {"v": torch.ones(6)}}, r"before has no weight 'w' of the shape \(6,\), which Quadratic has; copy"),
         ({"before": {"w": torch.ones(5)}}, r"before has no weight 'w' of the shape \(6,\)"),
+        ({"before": {"w": [1.0] * 6}}, r"before has no weight 'w' of the shape \(6,\)"),
+        ({"loss_fn": lambda net, batch: net(**batch).loss.detach()}, "the loss has no gradient: loss_fn must not det"),
         ({"passes": 0}, "passes"),
         ({"micro_batch": 0}, "micro_batch"),
         ({"loss_fn": nn.CrossEntropyLoss()}, "loss_fn is called as"),
@@ -223,5 +225,9 @@ def test_weights_that_were_not_copied_and_frozen_ones():
     net = Quadratic(start())
     with pytest.raises(ValueError, match="before holds 'w' of Quadratic itself, which moves in the step; copy the wei"):
         critical_sharpness(net, [quadratic(1)], before=net.state_dict())
+    with pytest.raises(TypeError, match="before must be a mapping of names to tensors, got list; copy the weights"):
+        critical_sharpness(net, [quadratic(1)], before=[start()])
+    with pytest.raises(TypeError, match="model must be a torch module, got NoneType"):
+        critical_sharpness(None, [quadratic(1)])
     with pytest.raises(ValueError, match="Quadratic has no trainable parameter"):
         critical_sharpness(net.requires_grad_(False), [quadratic(1)])
