@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,11 @@ from quotient_manifolds.weights import trained, weights_of
 
 from .critical import critical_sharpness
 from .errors import words_of
-from .evaluation import evaluate
+from .evaluation import LOCAL, statistic_of
 from .losses import LossFunction, Objective, as_list
-from .measures import LOCAL, MEASURES, Measure, checked_radii, get_measure
+from .measures import MEASURES, Measure, checked_radii, get_measure
 from .options import Search
+from .statistic import Curvature, Statistic, Worst
 
 #: What is measured along the last step of the optimiser.
 ALONG = ("critical", "critical-relative")
@@ -98,11 +99,11 @@ class Quantity:
 
     name: str
     measure: Measure | None = None
-    statistic: str = "worst"
+    statistic: Statistic | None = None
     rho: float | None = None
 
 
-def _quantity(given: str | Measure) -> Quantity:
+def _quantity(given: str | Measure, search: Search) -> Quantity:
     """Read the name of a quantity."""
     if isinstance(given, Measure):
         name, at, radius = given.name, "", ""
@@ -111,13 +112,16 @@ def _quantity(given: str | Measure) -> Quantity:
         if given in ALONG:
             return Quantity(given)
         if given in LOCAL:
-            return Quantity(given, get_measure(LOCAL[given][0]), LOCAL[given][1])
+            statistic = LOCAL[given][1](search.seed)
+            if isinstance(statistic, Curvature):  # whose trace is not logged
+                statistic = replace(statistic, num_matvecs=3)
+            return Quantity(given, get_measure(LOCAL[given][0]), statistic)
         if name not in MEASURES:
             every = ", ".join([*MEASURES, *LOCAL, *ALONG])
             raise ValueError(f"unknown quantity {given!r}; choose of {every}; measures may have a radius, adaptive@0.2")
     measure = given if isinstance(given, Measure) else get_measure(name)
     (rho,) = checked_radii(measure, [radius] if at else None)  # type: ignore[list-item]
-    return Quantity(f"{name}@{rho:g}", measure, rho=rho)
+    return Quantity(f"{name}@{rho:g}", measure, Worst(search), rho)
 
 
 @contextmanager
@@ -145,11 +149,11 @@ class Monitor:
         quantities: Iterable[str | Measure] = QUANTITIES, other: Iterable[Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.every = None if every is None else as_count("every", every)
-        self.quantities = _quantities(quantities, relative=other is not None)
+        search = Search(**{k: v for k, v in options.items() if k not in _OWN})
+        self.quantities = _quantities(quantities, search, relative=other is not None)
         self.loss_fn, self.micro_batch = loss_fn, options.get("micro_batch")
         self.own = {k: v for k, v in options.items() if k in _OWN}
-        self.search = {k: v for k, v in options.items() if k not in _OWN}
-        Objective(loss_fn, self.micro_batch), Search(**self.search)  # what is wrong is said now
+        Objective(loss_fn, self.micro_batch)  # what is wrong is said now
         self.along = any(q.name in ALONG for q in self.quantities)
         with undrawn():
             self.batches = as_list(batches)
@@ -158,11 +162,10 @@ class Monitor:
 
     def value(self, quantity: Quantity, model: nn.Module, before: Mapping[str, Tensor] | None) -> float | None:
         """Measure one quantity."""
-        if quantity.measure is not None:
-            search = {"worst": self.search, "Hessian": {"num_samples": 3}}.get(quantity.statistic, {})
-            return float(evaluate(
-                model, self.batches, self.loss_fn, measure=quantity.measure, rho=quantity.rho,
-                statistic=quantity.statistic, keep_directions=False, progress=False, **self.own, **search,
+        if quantity.statistic is not None and quantity.measure is not None:
+            return float(statistic_of(
+                quantity.statistic, model, self.batches, self.loss_fn, measure=quantity.measure, rho=quantity.rho,
+                keep_directions=False, progress=False, **self.own,
             ))  # fmt: skip
         if before is None:
             return None
@@ -203,11 +206,11 @@ class Monitor:
         return _named(found)
 
 
-def _quantities(given: Iterable[str | Measure], *, relative: bool) -> list[Quantity]:
+def _quantities(given: Iterable[str | Measure], search: Search, *, relative: bool) -> list[Quantity]:
     """Read the names of quantities; other data belong to the relative one."""
     if isinstance(given, (str, Measure)):
         raise ValueError(f"quantities is the single {given!r}; wrap it in a list")
-    found = [_quantity(q) for q in given]
+    found = [_quantity(q, search) for q in given]
     names = {q.name for q in found}
     if not names:
         raise ValueError("quantities is empty; name at least one, such as 'geodesic-inv'")

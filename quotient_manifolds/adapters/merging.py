@@ -161,22 +161,22 @@ def resize(
     Parameters
     ----------
     adapter, out : path or Adapter, path
-        As for :func:`merge`, which says what is returned.
+        As for :func:`merge`.
     rank, energy : int and float
         As for :func:`merge`; one of them at least.
 
+    Returns
+    -------
+    Adapter or None
+
     Examples
     --------
-    >>> import peft, tempfile, torch
-    >>> from quotient_manifolds.adapters import compare, resize
+    >>> import peft, torch
+    >>> from quotient_manifolds.adapters import Adapter, compare, resize
     >>> config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config)
-    >>> model.save_pretrained(f"{folder.name}/a")
-    >>> resize(f"{folder.name}/a", f"{folder.name}/small", rank=2)
-    >>> compare(f"{folder.name}/a", f"{folder.name}/small")["layers"]["0"]["rank"]
+    >>> adapter = Adapter.from_model(peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config))
+    >>> compare(adapter, resize(adapter, rank=2))["layers"]["0"]["rank"]
     [4, 2]
-    >>> folder.cleanup()
     """
     if rank is None and energy == 1:
         raise ValueError("say to which rank, or which share of energy to keep")
@@ -193,7 +193,11 @@ def balance(adapter: Path | Adapter, out: Path | None = None) -> Adapter | None:
     Parameters
     ----------
     adapter, out : path or Adapter, path
-        As for :func:`merge`, which says what is returned.
+        As for :func:`merge`.
+
+    Returns
+    -------
+    Adapter or None
 
     Examples
     --------
@@ -225,16 +229,12 @@ def compare(one: Path | Adapter, other: Path | Adapter) -> dict[str, Any]:
 
     Examples
     --------
-    >>> import peft, tempfile, torch
-    >>> from quotient_manifolds.adapters import balance, compare
+    >>> import peft, torch
+    >>> from quotient_manifolds.adapters import Adapter, balance, compare
     >>> config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config)
-    >>> model.save_pretrained(f"{folder.name}/a")
-    >>> balance(f"{folder.name}/a", f"{folder.name}/b")
-    >>> compare(f"{folder.name}/a", f"{folder.name}/b")["layers"]["0"]["distance"] < 1e-6
+    >>> adapter = Adapter.from_model(peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config))
+    >>> compare(adapter, balance(adapter))["layers"]["0"]["distance"] < 1e-6
     True
-    >>> folder.cleanup()
     """
     both = [_read(one), _read(other)]
     found: dict[str, Any] = {"layers": {}, "differs": {}}
