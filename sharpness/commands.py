@@ -62,7 +62,8 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     Parameters
     ----------
     model
-        A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
+        A folder of transformers, timm or open_clip; owner/name or owner/name@revision on the Hugging Face Hub; the name
+        of an open_clip or timm model; or module:function, a function of yours.
     data
         One of: a folder of class folders of images; a .tsv, .csv, .jsonl or .parquet table of texts; a folder saved by
         datasets (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of
@@ -87,6 +88,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         with require_extra("a report needs matplotlib and pandas", "plot"):
             import matplotlib  # noqa: F401
             import pandas  # noqa: F401
+    model = models.pinned(model, own.checkpoint)
     with torchrun(where := models.checked_device(own.device)) as group:
         leader = World(group).rank == 0
         loaded = models.load(model, own.checkpoint)
@@ -170,7 +172,7 @@ def compare(
     Parameters
     ----------
     one, other
-        A folder of transformers, or a file of weights of --model.
+        A folder of a model, a name of the Hub, or a file of weights of --model.
     model
         The model of the weights: the name of an open_clip or timm model, or module:function.
     metric
@@ -212,7 +214,7 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
     Parameters
     ----------
     one, other
-        A folder of transformers, or a file of weights of --model.
+        A folder of a model, a name of the Hub, or a file of weights of --model.
     model
         The model of the weights: the name of an open_clip or timm model, or module:function.
     out
@@ -261,7 +263,8 @@ def symmetries(
     Parameters
     ----------
     model
-        A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
+        A folder of transformers, timm or open_clip; owner/name or owner/name@revision on the Hugging Face Hub; the name
+        of an open_clip or timm model; or module:function, a function of yours.
     data
         Examples to run the model on, given as for `sharpness run`; by default at most eight of them.
     checkpoint
@@ -314,7 +317,7 @@ def canonicalize(model: str, *, out: Path) -> int:
     Parameters
     ----------
     model
-        A folder of transformers.
+        A folder of transformers, or the name of one on the Hub.
     out
         New folder to write.
     """

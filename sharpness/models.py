@@ -1,13 +1,15 @@
-"""Load models from a transformers folder, by open_clip and timm names, or from a function; nothing is unpickled."""
+"""Load models from folders, by names of the Hub, open_clip and timm, or from a function; nothing is unpickled."""
 
 from __future__ import annotations
 
 import functools
 import glob
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.files import naming_pointers
+from quotient_manifolds.hub import CLIP, PREFIXES, fetch_model, is_name
 from quotient_manifolds.passes import Shared, to_device
 from quotient_manifolds.weights import trained, weights_of
 
@@ -136,14 +139,17 @@ class LoadedModel:
 
 
 def load(name: str, checkpoint: str | None = None, *, untrained: bool = False) -> LoadedModel:
-    """Build a model from a local folder or a library's name, with local weights.
+    """Build a model from a folder, a name of the Hugging Face Hub, or a library's name with local weights.
 
     Parameters
     ----------
     name : str
-        A folder with ``config.json`` (transformers; only local files are read), an open_clip model name such as
-        ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function``, a function without
-        arguments that returns a model; if the model has an ``image_transform``, images are read by it.
+        A folder of transformers, timm or open_clip; ``owner/name`` or ``owner/name@revision``, a model of theirs on the
+        Hub, of which safetensors weights and settings are fetched into the Hub's cache (behind ``hf-hub:`` one of
+        open_clip, where it has another library's model too, or has the name of a folder here); an open_clip model name
+        such as ``"ViT-B-32"``; a timm model name such as ``"vit_tiny_patch16_224"``, or with a tag for weights on the
+        Hub; or ``module:function``, a function without arguments that returns a model; if the model has an
+        ``image_transform``, images are read by it.
     checkpoint : str, optional
         Local weights for a named model, see :func:`load_state_dict`; a function's model may have its own.
     untrained : bool
@@ -177,15 +183,14 @@ def load(name: str, checkpoint: str | None = None, *, untrained: bool = False) -
         )
     if folder.is_dir():
         if checkpoint is not None:
-            raise ValueError("a transformers folder contains its own weights; leave out the checkpoint")
+            raise ValueError("a folder of a model contains its own weights; leave out the checkpoint")
         return _from_folder(folder)
+    if is_name(name):
+        if checkpoint is not None:
+            raise ValueError("a model on the Hub has its own weights; leave out the checkpoint")
+        return _from_folder(fetch_model(name).place, for_clip=name.startswith(PREFIXES))
     if glob.has_magic(name):
         raise ValueError(f"{name!r} is a pattern; name one model (sharpness sweep measures many)")
-    if name.startswith(("hf-hub:", "hf_hub:")):
-        raise ValueError(
-            f"{name!r} is on the Hugging Face Hub, from which nothing is downloaded; pass the architecture's name in "
-            "timm or open_clip, and a file of its weights as checkpoint"
-        )
     state = Weights() if checkpoint is None else _read(checkpoint)
     if ":" in name:
         model = called(name)
@@ -196,19 +201,19 @@ def load(name: str, checkpoint: str | None = None, *, untrained: bool = False) -
         loaded = LoadedModel(model, transform=getattr(model, "image_transform", None), num_classes=count)
     elif builder := _builder_of(name):
         if checkpoint is None and not untrained:
+            if (of_hub := pinned(name)) != name:
+                return load(of_hub)
             raise ValueError(
                 f"{name} names an architecture without weights; give them as checkpoint (to compare two: both files, "
-                f"with --model {name})"
+                f"with --model {name}), or name some of timm's by their tag"
             )
         loaded = builder(name, state)
     else:
         missing = [extra for extra, module in _LIBRARIES.items() if importlib.util.find_spec(module) is None]
         more = f" ({how_to_install(','.join(missing))})" if missing else ""
         raise ValueError(
-            f"there is no folder {name!r}. If that is a name on the Hugging Face Hub: nothing is downloaded; save the "
-            f"model and its tokenizer first, by from_pretrained({name!r}) and save_pretrained(folder), and pass the "
-            "folder. It is not the name of an open_clip or timm model either"
-            f"{more}, nor module:function"
+            f"there is no folder {name!r}. A name on the Hugging Face Hub has an owner: owner/name. It is not the name "
+            f"of an open_clip or timm model either{more}, nor module:function"
         )
     if checkpoint is not None:
         state = _unwrapped(state, loaded.model.state_dict())
@@ -216,6 +221,14 @@ def load(name: str, checkpoint: str | None = None, *, untrained: bool = False) -
             loaded.model.load_state_dict(state)
     loaded.model.eval()
     return replace(loaded, left_out=state.remarks)
+
+
+def pinned(name: str, checkpoint: str | None = None) -> str:
+    """Return a name of the Hub with the commit that it has now, whose files are fetched; other names as they are."""
+    if checkpoint is None and "." in name and not set(":/") & set(name) and _builder_of(name) is _from_timm:
+        found = importlib.import_module("timm").get_pretrained_cfg(name)  # a tag names weights
+        name = (found.hf_hub_id if found is not None else None) or name
+    return fetch_model(name).pinned if is_name(name) else name
 
 
 def load_state_dict(path: str | os.PathLike[str], names: Collection[str] = ()) -> Weights:
@@ -325,12 +338,58 @@ def _from_timm(name: str, state: Weights) -> LoadedModel:
     head = _unwrapped(state, model.state_dict()).get(top)
     if head is not None and head.dim() and head.shape[0] != model.num_classes:
         model = timm.create_model(name, pretrained=False, num_classes=head.shape[0])
+    return _of_timm(model)
+
+
+def _of_timm(model: Any) -> LoadedModel:
+    import timm
+
     settings = timm.data.resolve_model_data_config(model)
     example, transform = _images(*settings["input_size"]), timm.data.create_transform(**settings)
-    return LoadedModel(model, example, transform, num_classes=model.num_classes or None)
+    names = model.pretrained_cfg.get("label_names") or ()
+    labels = {str(name): i for i, name in enumerate(names)} if len(names) == model.num_classes else {}
+    return LoadedModel(model, example, transform, labels=labels, num_classes=model.num_classes or None)
 
 
-def _from_folder(folder: Path) -> LoadedModel:
+def _from_folder(folder: Path, *, for_clip: bool = False) -> LoadedModel:
+    """Load a folder, by the library that its configuration is for."""
+    if (folder / CLIP).is_file() and (for_clip or not (folder / "config.json").is_file()):
+        return _from_clip_folder(folder)
+    settings = {}
+    with suppress(OSError, ValueError):  # which transformers reports
+        settings = json.loads((folder / "config.json").read_bytes())
+    of_timm = "pretrained_cfg" in settings and "architectures" not in settings
+    return _from_timm_folder(folder) if of_timm else _from_transformers(folder)
+
+
+def _from_clip_folder(folder: Path) -> LoadedModel:
+    with require_extra(f"reading {folder} needs open_clip", "clip"):
+        import open_clip
+    weights = _only_weights(folder, "open_clip_model.safetensors")
+    with naming(f"{folder} cannot be loaded"), naming_pointers([weights]):
+        if other := json.loads((folder / CLIP).read_bytes())["model_cfg"]["text_cfg"].get("hf_model_name"):
+            raise ValueError(f"its texts are read by {other}, another model on the Hub, which is not fetched")
+        model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    return LoadedModel(model.eval(), transform=transform)
+
+
+def _from_timm_folder(folder: Path) -> LoadedModel:
+    with require_extra(f"reading {folder} needs timm", "timm"):
+        import timm
+    weights = _only_weights(folder, "model.safetensors")
+    with naming(f"{folder} cannot be loaded"):
+        model = timm.create_model(f"local-dir:{folder}", pretrained=False)
+        model.load_state_dict(_read(weights))  # timm itself would leave a head that does not fit random
+        return _of_timm(model.eval())
+
+
+def _only_weights(folder: Path, name: str) -> Path:
+    if not (folder / name).is_file():
+        raise ValueError(f"the folder {folder} has no {name}; save the weights of the model in this file")
+    return folder / name
+
+
+def _from_transformers(folder: Path) -> LoadedModel:
     """Load a transformers folder, whose weights must all be there and all be used."""
     if (folder / "adapter_config.json").is_file():  # transformers would attach it, and freeze everything else
         raise ValueError(
@@ -343,11 +402,6 @@ def _from_folder(folder: Path) -> LoadedModel:
         import transformers
     with quiet(), naming(f"{folder} cannot be loaded"):
         settings, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-        if "pretrained_cfg" in settings and "architectures" not in settings:
-            raise ValueError(
-                f"it holds a model of timm; pass its name {settings.get('architecture')} with the file of weights as "
-                f"checkpoint, or timm.create_model('local-dir:{folder}', pretrained=True) by a function of yours"
-            )
         kind: Any = getattr(transformers, (settings.get("architectures") or ["AutoModel"])[0])
         with naming_pointers(files_of(folder, ("*.safetensors", "*.bin"))):
             options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **_LOCAL}

@@ -26,7 +26,7 @@ def sweep(
 ) -> int:
     """Measure many checkpoints; an interrupted sweep resumes when it is called again.
 
-    Measure many checkpoints under several measures and radii: folders of transformers, or
+    Measure many checkpoints under several measures and radii: folders of models, or
     files of weights. A JSON file may take the place of the options (docs/howto/scale.md).
     All models and data are checked before the first measurement. If a sweep is
     interrupted, the same command resumes it from the folder OUT. The exit code is 1 if a
@@ -39,7 +39,7 @@ def sweep(
     Parameters
     ----------
     checkpoints
-        Folders of transformers, files of weights, or patterns of them; or one JSON file.
+        Folders of models, names of the Hub, files of weights, or patterns of them; or one JSON file.
     out
         Folder for the results: results.jsonl, failed.jsonl, and a file per job.
     dry_run
@@ -86,7 +86,7 @@ def plan_of(
     Parameters
     ----------
     paths
-        Folders of transformers, files of weights, or patterns of them.
+        Folders of models, names of the Hub, files of weights, or patterns of them.
     data
         Data for the measures, and for training loss and error, as for `sharpness run`.
     test

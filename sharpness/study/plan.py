@@ -17,11 +17,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct, field
 
+from quotient_manifolds.hub import fetch_model, is_name
+
 from ..data import is_function
 from ..errors import naming, words_of
 from ..evaluation import LOCAL, measure_of
 from ..measures import checked_radii
-from ..models import INPUTS
+from ..models import INPUTS, pinned
 from ..options import DataChoice, Search
 
 T = TypeVar("T")
@@ -35,9 +37,9 @@ class Checkpoint(Struct, frozen=True):
     Attributes
     ----------
     name : str
-        Unique in a sweep: file or folder name.
+        Unique in a sweep: file or folder name, or that on the Hub.
     model : str
-        Name for :func:`sharpness.models.load`.
+        Name for :func:`sharpness.models.load`; one of the Hub names a commit.
     weights : str or None
         Its ``checkpoint``.
 
@@ -113,7 +115,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.initial is not None and not Path(self.initial).exists():
+        if self.initial is not None and not (Path(self.initial).exists() or is_name(self.initial)):
             raise ValueError(f"there are no initial weights at {self.initial}")
         for name in (*self.measures, *(self.rho if isinstance(self.rho, dict) else ())):
             measure_of(name)
@@ -186,7 +188,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     path
         File with the attributes of :class:`Sweep` as entries, and those of its search. ``checkpoints`` is a pattern, or
         a list of patterns and of ``{path, model}``; ``data``, ``train`` and ``test`` are a source, or the attributes of
-        :class:`sharpness.data.DataChoice`. Paths are relative to the file.
+        :class:`sharpness.data.DataChoice`. Paths are relative to the file; models may be names of the Hub.
 
     Returns
     -------
@@ -224,7 +226,7 @@ def planned(entries: dict[str, Any], base: Path = Path()) -> Sweep:
         if entries.get(name) is not None:
             entries[name] = read_choice(entries[name], base)
     if entries.get("initial") is not None:
-        entries["initial"] = str(base / entries["initial"])
+        entries["initial"] = _here_or_pinned(entries["initial"], base)
     search = {f.name: entries.pop(f.name) for f in fields(Search) if f.name in entries}
     return msgspec.convert({**entries, "search": {**entries.get("search", {}), **search}}, Sweep)
 
@@ -245,6 +247,9 @@ def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
     for entry in [entries] if isinstance(entries, str) else entries:
         entry = _Entry(entry) if isinstance(entry, str) else entry
         paths = sorted(str(base / place) for place in glob.glob(entry.path, root_dir=base))
+        if not paths and entry.model is None and is_name(entry.path):
+            checkpoints.append(Checkpoint(entry.path, pinned(entry.path)))
+            continue
         if not paths:
             raise ValueError(f"no checkpoint matches {entry.path!r} in {base}")
         pairs = [(path, None) if entry.model is None else (entry.model, path) for path in paths]
@@ -253,6 +258,11 @@ def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
     if twice:
         raise ValueError(f"two checkpoints are called {min(twice)!r}; rename one of their files or folders")
     return checkpoints
+
+
+def _here_or_pinned(name: str, base: Path) -> str:
+    """Return a path below a folder, or a name of the Hub with its commit if nothing has that path."""
+    return str(base / name) if (base / name).exists() or not is_name(name) else pinned(name)
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------
@@ -284,6 +294,8 @@ def places(name: str) -> list[Path]:
 def digest(name: str, weights: str | None = None, patterns: Sequence[str] = ("**/*",)) -> str:
     """Digest the contents of what is read of a model or of data, and of weights; of a folder the files of patterns."""
     root, files = Path(name), {path.suffix: path for path in places(name)}
+    if is_name(name):
+        root = fetch_model(name).place
     if root.is_dir():
         files = {path.relative_to(root).as_posix(): path for pattern in patterns for path in root.glob(pattern)}
     if weights is not None:

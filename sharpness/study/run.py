@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from quotient_manifolds.hub import is_name
+
 from ..data import check_source
 from ..errors import called, naming, words_of
 from ..evaluation import LOCAL, measure_of, progress_bar, statistic_of
@@ -249,7 +251,8 @@ def _baselines(inputs: _Inputs) -> dict[str, float | None]:
     model, initial, start = inputs.loaded.model, inputs.sweep.initial, None
     if initial is not None:
         body, names = getattr(model, "base_model_prefix", ""), model.state_dict().keys()
-        found = load(initial).model.state_dict() if Path(initial).is_dir() else load_state_dict(initial, names)
+        whole = Path(initial).is_dir() or is_name(initial)
+        found = load(initial).model.state_dict() if whole else load_state_dict(initial, names)
         # A bare body has no prefix, and fine-tuned image towers of CLIP are stored with one more.
         start = {own: v for k, v in found.items() for own in {k, f"{body}.{k}", k.removeprefix("model.")} & names}
     function = str(inputs.sweep.baselines)

@@ -64,7 +64,8 @@ def test_a_defect_shows_where_it_is(monkeypatch, capsys):
             "there is no data at nope",
         ),
         (["toy", "--out", ""], "the path is empty"),
-        (["run", "bert-base-uncased", "x.tsv"], "nothing is downloaded"),
+        (["run", "bert-base-uncased", "x.tsv"], "has an owner: owner/name"),
+        (["run", "owner/name", "x.tsv"], "HF_HUB_OFFLINE forbids to fetch it"),
         (["run", "./no/such/folder", "tests.spread:batches"], "there is no folder './no/such/folder'"),
     ],
 )
