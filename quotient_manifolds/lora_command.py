@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         needed = f"{adapters.upper()}{' ...' * (name == 'merge')}{' --out OUT' * (name != 'compare')}"
         own = commands.add_parser(name, help=purpose, description=purpose, usage=f"%(prog)s {needed} [OPTIONS]")
         for adapter in adapters.split():
-            own.add_argument(adapter, nargs="+" if name == "merge" else None, help="Folder, or safetensors file.")
+            own.add_argument(adapter, nargs="+" if name == "merge" else None, help="Folder, file, or name on the Hub.")
         if name == "compare":
             own.add_argument("--json", action="store_true", help="Print all, with the singular values, as JSON.")
             continue

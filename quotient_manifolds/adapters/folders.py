@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..files import naming_pointers
+from ..hub import fetch_adapter, is_name
 from ..linalg import in_double
 from .storage import PICKLES, header, read_tensor
 
@@ -57,6 +58,8 @@ class Adapter:
         The metadata in the header of the file.
     state : mapping of str to Tensor
         The tensors of an adapter in memory.
+    origin : str
+        The name on the Hub, with the commit, of what was fetched from there.
 
     Examples
     --------
@@ -82,6 +85,7 @@ class Adapter:
     others: tuple[str, ...]
     metadata: dict[str, str]
     state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    origin: str = ""
 
     @classmethod
     def from_state(
@@ -232,7 +236,7 @@ class Adapter:
 
 def read(place: str | os.PathLike[str]) -> Adapter:
     """Read the config of an adapter and the names of its tensors; refuse what holds no plain products."""
-    place = Path(place)
+    place, origin = _located(os.fspath(place))
     if place.name in (WEIGHTS, PICKLE) and place.with_name(CONFIG).is_file():
         place = place.parent  # the scale is in the config
     single = place.is_file()
@@ -250,7 +254,7 @@ def read(place: str | os.PathLike[str]) -> Adapter:
             config = dict(json.loads(text, object_hook=_ordered))
         except Exception as error:
             raise ValueError(f"{place} cannot be read: {error}") from error
-    return _described(place, weights, shapes, metadata, config)
+    return replace(_described(place, weights, shapes, metadata, config), origin=origin)
 
 
 def _described(
@@ -294,6 +298,14 @@ def _described(
         rest = f"the metadata {HEADER} say one, too" if configs else "others lack it"
         raise ValueError(f"{place} has an alpha for {alphas} of {len(layers)} layers, but {rest}: the scale is unclear")
     return Adapter(place, weights, config, layers, others, metadata, state or {})
+
+
+def _located(name: str) -> tuple[Path, str]:
+    """Return where an adapter lies, and its name on the Hub with the commit, empty if it is none of there."""
+    if not is_name(name):
+        return Path(name), ""
+    fetched = fetch_adapter(name)
+    return fetched.place, fetched.pinned
 
 
 def _check_options(place: Path, config: dict[str, Any]) -> None:

@@ -53,9 +53,10 @@ def merge(
     Parameters
     ----------
     adapters : sequence of path or Adapter
-        Folders that peft saved; files with the names of kohya's scripts or of diffusers; or adapters in memory; all of
-        one kind. Scales are those of the config, of the keys ``alpha`` or of diffusers' metadata; a file without any of
-        them has 1.
+        Folders that peft saved; names of such on the Hugging Face Hub (``owner/name``, ``owner/name@revision``), of
+        which config and safetensors weights are fetched; files with the names of kohya's scripts or of diffusers; or
+        adapters in memory; all of one kind. Scales are those of the config, of the keys ``alpha`` or of diffusers'
+        metadata; a file without any of them has 1.
     out : path, optional
         Folder to create, or empty. It appears when it is complete; a file in it has the name, keys and metadata of the
         first, and one rank in all layers if nothing in it says a scale. Without it the result is returned.
@@ -126,7 +127,7 @@ def merge(
             (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         base = json.dumps(first.config.get("base_model_name_or_path") or "")
         card = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nMade by quotient-lora, method {method}, from\n\n"
-        made_of = (f"- {w:g} × {p.place}\n" for p, w in zip(parents, how.weights, strict=True))
+        made_of = (f"- {w:g} × {p.origin or p.place}\n" for p, w in zip(parents, how.weights, strict=True))
         text = (card + "".join(made_of)).encode("utf-8", "backslashreplace")  # a path may be no text
         (folder / "README.md").write_bytes(text)
     return None
