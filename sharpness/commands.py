@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import platform
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
+
+from quotient_manifolds.hub import is_name
 
 from .errors import aligned, naming, require_extra, say
 from .files import check_apart, check_file, write_json
@@ -66,12 +68,15 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         of an open_clip or timm model; or module:function, a function of yours.
     data
         One of: a folder of class folders of images; a .tsv, .csv, .jsonl or .parquet table of texts; a folder saved by
-        datasets (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of
+        datasets (FOLDER/SPLIT); a data set on the Hub (owner/name/SPLIT or owner/name/CONFIGURATION/SPLIT, with a
+        revision behind an @); a .safetensors or .pt file with tensors x and y, or with inputs and labels of
         transformers; module:function, a function of yours that returns batches.
     """
     from . import losses, models, plots
+    from .data import check_source
     from .distributed import World, torchrun
     from .evaluation import measure_of
+    from .hub_data import pinned_data
     from .measures import checked_radii
     from .results import summary
     from .study.plan import as_data, of_model, places
@@ -88,7 +93,9 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         with require_extra("a report needs matplotlib and pandas", "plot"):
             import matplotlib  # noqa: F401
             import pandas  # noqa: F401
-    model = models.pinned(model, own.checkpoint)
+    if is_name(model):
+        check_source(data)  # before gigabytes are fetched
+    choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, own.checkpoint)
     with torchrun(where := models.checked_device(own.device)) as group:
         leader = World(group).rank == 0
         loaded = models.load(model, own.checkpoint)

@@ -15,8 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quotient_manifolds.hub import is_name
+
 from .errors import called, naming, require_extra
 from .files import read_table, strings
+from .hub_data import fetch_data
 from .losses import IGNORED
 from .models import LoadedModel, checked_device, load_state_dict, move
 from .options import Batches, DataChoice
@@ -90,7 +93,7 @@ def is_function(source: str, base: Path = Path()) -> bool:
 
 def check_source(source: str) -> None:
     """Raise unless there is something to read at a source; call it before the work that needs it."""
-    if not is_function(source) and not Path(source).exists():
+    if not (is_function(source) or Path(source).exists() or is_name(source, 4)):
         raise FileNotFoundError(f"there is no data at {source}")
 
 
@@ -98,6 +101,8 @@ def load_examples(choice: DataChoice, loaded: LoadedModel) -> Examples:
     """Open the source of a choice that is not a function, for a model; examples are read on demand."""
     path = Path(choice.source)
     check_source(choice.source)
+    if is_name(choice.source, 4):
+        return _of_hub(choice, loaded)
     kind = path.suffix.lower()
     if kind == ".parquet" or any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _dataset(choice, loaded)
@@ -142,12 +147,41 @@ def _dataset(choice: DataChoice, loaded: LoadedModel) -> Examples:
         data = datasets.Dataset(parquet.read_table(source)) if is_file else datasets.load_from_disk(source)
     if isinstance(data, datasets.DatasetDict):
         raise ValueError(f"{source} has the splits {', '.join(data)}; name one as {Path(source, next(iter(data)))}")
-    wanted = [c for c in (choice.text, choice.pair, choice.label) if c in data.features]
-    rows = [strings(row) for row in data.select_columns(wanted).to_list()]
     names: Any = getattr(data.features.get(choice.label), "names", None)
+    return _rows(choice, data, names, loaded)
+
+
+def _of_hub(choice: DataChoice, loaded: LoadedModel) -> Examples:
+    """Open a split of a data set on the Hub: tables of text as those on disk, Parquet by ``datasets``."""
+    found = fetch_data(choice.source)
+    names = found.class_names(choice.label)
+    if found.files[0].suffix.lower() != ".parquet":
+        rows = [row for path in found.files for row in read_table(path, choice.header)]
+        return _texts(choice, _named(rows, choice.label, names), names, loaded)
+    import datasets
+    from pyarrow import parquet
+
+    with naming(f"{choice.source} is not readable by datasets"):
+        data = datasets.concatenate_datasets([datasets.Dataset(parquet.read_table(path)) for path in found.files])
+    return _rows(choice, data, getattr(data.features.get(choice.label), "names", names), loaded)
+
+
+def _named(rows: list[dict[str, str]], label: str, names: Sequence[str] | None) -> list[dict[str, str]]:
+    """Put names of classes in the place of their numbers."""
     for row in rows if names else ():
-        number = int(row.get(choice.label, -1))
-        row[choice.label] = names[number] if 0 <= number < len(names) else str(number)
+        number = row.get(label, "-1")
+        if number.isdecimal() and int(number) < len(names or ()):
+            row[label] = (names or ())[int(number)]
+    return rows
+
+
+def _rows(choice: DataChoice, data: Any, names: Sequence[str] | None, loaded: LoadedModel) -> Examples:
+    """Open texts, or images with their class, of a data set in memory."""
+    import datasets
+
+    source = choice.source
+    wanted = [c for c in (choice.text, choice.pair, choice.label) if c in data.features]
+    rows = _named([strings(row) for row in data.select_columns(wanted).to_list()], choice.label, names)
     pictures = [name for name, kind in data.features.items() if isinstance(kind, datasets.Image)]
     if not pictures:
         return _texts(choice, rows, names, loaded)

@@ -22,6 +22,7 @@ from quotient_manifolds.hub import fetch_model, is_name
 from ..data import is_function
 from ..errors import naming, words_of
 from ..evaluation import LOCAL, measure_of
+from ..hub_data import fetch_data, pinned_data
 from ..measures import checked_radii
 from ..models import INPUTS, pinned
 from ..options import DataChoice, Search
@@ -238,7 +239,10 @@ def read_choice(entry: Any, base: Path = Path()) -> DataChoice:
     if unknown:
         raise ValueError(f"data has no {min(unknown)!r}; its entries are {', '.join(DataChoice.__dataclass_fields__)}")
     choice = msgspec.convert(given, DataChoice)
-    return choice if is_function(choice.source, base) else replace(choice, source=str(base / choice.source))
+    if is_function(choice.source, base):
+        return choice
+    here, named = base / choice.source, is_name(choice.source, 4)
+    return replace(choice, source=pinned_data(choice.source) if named and not here.exists() else str(here))
 
 
 def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
@@ -296,6 +300,8 @@ def digest(name: str, weights: str | None = None, patterns: Sequence[str] = ("**
     root, files = Path(name), {path.suffix: path for path in places(name)}
     if is_name(name):
         root = fetch_model(name).place
+    elif is_name(name, 4):
+        files = {f"{i}": path for i, path in enumerate(fetch_data(name).files)}
     if root.is_dir():
         files = {path.relative_to(root).as_posix(): path for pattern in patterns for path in root.glob(pattern)}
     if weights is not None:

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from quotient_manifolds.hub import is_name
+
 from ..data import is_function
 from ..errors import naming
 from ..files import write_text
@@ -76,7 +78,7 @@ def job_key(job: Mapping[str, Any]) -> str:
     """Hash a job for the name of its file, by contents and not by paths."""
     known = {k: v for k, v in job.items() if k != "model" or not Path(v).exists()}
     for name in ("data", "train", "test"):
-        if name in known and not is_function(known[name]["source"]):
+        if name in known and not (is_function(known[name]["source"]) or is_name(known[name]["source"], 4)):
             known[name] = {k: v for k, v in known[name].items() if k != "source"}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]
 

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from sharpness import cli
+from sharpness.data import DataChoice
+from sharpness.hub_data import fetch_data
 from sharpness.models import load
 from sharpness.study.rows import job_key
 from sharpness.sweeps import plan_of
@@ -267,3 +269,128 @@ def test_models_of_open_clip(hub, bert, tmp_path):
     hub.push("someone/other", folder)
     with pytest.raises(ValueError, match="its texts are read by someone/bert, another model on the Hub"):
         load("hf-hub:someone/other")
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+CARD = """---
+configs:
+- config_name: plain
+  data_files:
+  - split: train
+    path: plain/train-*
+  - split: test
+    path: plain/test.csv
+- config_name: other
+  data_files: other.jsonl
+dataset_info:
+- config_name: plain
+  features:
+  - name: text
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': {0}
+          '1': {1}
+          '2': {2}
+---
+"""
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """A data set of two configurations, whose card names its classes in another order than the model."""
+    (folder := tmp_path / "tables" / "plain").mkdir(parents=True)
+    for name, rows in {"train-1": "a,0\nb,1\n", "train-2": "NA,2\n", "test": "01,0\nb a,2\n"}.items():
+        (folder / f"{name}.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+    (folder.parent / "other.jsonl").write_text('{"text": "a", "label": 1}\n', encoding="utf-8")
+    (folder.parent / "README.md").write_text(CARD.format("LABEL_2", "LABEL_1", "LABEL_0"), encoding="utf-8")
+    return folder.parent
+
+
+def labels(source, loaded):
+    """The labels of the only batch."""
+    (batch,) = DataChoice(source).load(loaded)
+    return batch["labels"].tolist()
+
+
+def test_data_by_name(hub, bert, tables, tmp_path, capsys, monkeypatch):
+    commit, loaded = hub.push("someone/rows", tables, "datasets"), load("bert")
+    assert labels("someone/rows/plain/test", loaded) == [2, 0]
+    line = capsys.readouterr().err.splitlines()
+    assert sum("fetching 1 file" in said for said in line) == 2  # the card, and one table
+    assert not list((tmp_path / "cache").rglob("train*"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert labels("someone/rows/plain/test", loaded) == [2, 0]
+    with pytest.raises(OSError, match=r"lacks plain/train-1.csv; fetch it again"):
+        labels("someone/rows/plain/train", loaded)
+    with monkeypatch.context() as forgetting:
+        forget_files(forgetting)
+        assert labels(f"someone/rows/plain/test@{commit}", loaded) == [2, 0]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert labels("someone/rows/plain/train", loaded) == [2, 1, 0]
+    assert labels("someone/rows/other/train@main", loaded) == [1]
+    rows = fetch_data("someone/rows/plain/train").files
+    assert [path.name for path in rows] == ["train-1.csv", "train-2.csv"]
+
+    by_name = measured("bert", "someone/rows/plain/test")
+    assert by_name["data"]["source"] == f"someone/rows/plain/test@{commit}"
+    (tmp_path / "test.csv").write_text("text,label\n01,2\nb a,0\n", encoding="utf-8")
+    assert value(by_name) == value(measured("bert", "test.csv"))
+    (tables / "plain" / "test.csv").write_text("text,label\na,1\n", encoding="utf-8")
+    second, first = hub.push("someone/rows", tables, "datasets"), commit
+    plans = [plan_of(("bert",), data="someone/rows/plain/test", measure=("adaptive",))]
+    plans.append(plan_of(("bert",), data=f"someone/rows/plain/test@{first}", measure=("adaptive",)))
+    assert [plan.data.source for plan in plans] == [f"someone/rows/plain/test@{c}" for c in (second, first)]
+    keys = [{job_key(job) for job in plan.jobs(*plan.checkpoints)} for plan in plans]
+    assert not keys[0] & keys[1]
+
+
+def test_parquet_by_name(hub, bert, tmp_path):
+    """Without a card datasets tells the splits by the names of files; a folder takes the place of a configuration."""
+    import datasets
+
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["x", "y", "z"])})
+    for part, label in (("one", 1), ("two", 2)):
+        place = tmp_path / "parquet" / part / "validation"
+        place.mkdir(parents=True)
+        datasets.Dataset.from_dict({"text": ["a"], "label": [label]}, kinds).to_parquet(place / "0000.parquet")
+    hub.push("someone/parquet", tmp_path / "parquet", "datasets")
+    loaded = load("bert")
+    assert labels("someone/parquet/one/validation", loaded) == [1]
+    assert labels("someone/parquet/two/validation@main", loaded) == [2]
+    assert sorted(labels("someone/parquet/validation", loaded)) == [1, 2]
+
+
+def test_data_that_are_refused(hub, bert, tables, tmp_path):
+    loaded = load("bert")
+    hub.push("someone/rows", tables, "datasets")
+    (tables / "script.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')", encoding="utf-8")
+    hub.push("someone/script", tables, "datasets")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "rows.pkl").write_bytes(b"a pickle")
+    hub.push("someone/none", tmp_path / "none", "datasets")
+    hub.push("someone/gated", tables, "datasets")
+    hub.gated.add(("datasets", "someone/gated"))
+    hub.push("someone/bert", bert)
+    for source, words in {
+        "someone/rows": "has the configurations plain, other; name one and a split of it, as someone/rows/plain/SPLIT",
+        "someone/rows/test": "has the configurations plain, other",
+        "someone/rows/plain": "has the splits train, test; name one as someone/rows/plain/train",
+        "someone/rows/plain/dev": "has the splits train, test; name one as someone/rows/plain/train",
+        "someone/rows/none/test": "has no configuration 'none'; it has plain, other",
+        "someone/script/plain/test": r"is a script, which is not run; .* someone/script/plain/test@refs/convert/parquet",
+        "someone/none/train": r"has no tables \(.csv .*someone/none/train@refs/convert/parquet",
+        "someone/absent/train": "no data set of this name on http",
+        "someone/bert/train": "no data set of this name on http",
+        "someone/rows/plain/test@v1": "has no revision 'v1'",
+        "someone/gated/plain/test": r"gated: ask for access on http://.*/datasets/someone/gated",
+        "someone/rows/a/b/c": "there is no data at someone/rows/a/b/c",
+        "tables/plain/dev.csv": "there is no data at tables/plain/dev.csv",
+    }.items():
+        with pytest.raises((ValueError, OSError), match=words):
+            DataChoice(source).load(loaded)
+    assert not (tmp_path / "mark").exists()
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.suffix in (".py", ".pkl")]
