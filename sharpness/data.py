@@ -175,7 +175,7 @@ def _named(rows: list[dict[str, str]], label: str, names: Sequence[str] | None) 
     return rows
 
 
-def _rows(choice: DataChoice, data: Any, names: Sequence[str] | None, loaded: LoadedModel) -> Examples:
+def _rows(choice: DataChoice, data: Any, names: list[str] | None, loaded: LoadedModel) -> Examples:
     """Open texts, or images with their class, of a data set in memory."""
     import datasets
 

@@ -62,14 +62,18 @@ def fetch_data(source: str) -> FetchedData:
         files = _files(tables, {split: splits[split]} if split in splits else splits or None, folder)
     if split not in files:
         listed = ", ".join(splits or files)
-        place = "/".join(filter(None, [found.name, *parts[:-1], config if config in parts[-1:] else ""]))
-        raise ValueError(f"{found} has the splits {listed}; name one as {place}/{next(iter(splits or files))}")
-    place = found.fetch(files[split])
-    infos = card.get("dataset_info") or {}
-    infos = {str(info.get("config_name", "default")): info for info in ([infos] if isinstance(infos, dict) else infos)}
-    info = infos.get(config) or (next(iter(infos.values())) if len(infos) == 1 else {})
-    pinned = f"{found.name}/{'/'.join(parts)}@{found.commit}"
-    return FetchedData(pinned, tuple(place / name for name in files[split]), info)
+        above = "/".join([found.name, *(part for part in parts if part == config)])
+        raise ValueError(f"{found} has the splits {listed}; name one as {above}/{next(iter(splits or files))}")
+    place, pinned = found.fetch(files[split]), f"{found.name}/{'/'.join(parts)}@{found.commit}"
+    return FetchedData(pinned, tuple(place / name for name in files[split]), _info(card, config, len(configs)))
+
+
+def _info(card: Mapping[str, Any], config: str, count: int) -> Mapping[str, Any]:
+    """Return what the card says of a configuration, which it need not name if there are no others."""
+    given = card.get("dataset_info") or ()
+    infos = {str(info.get("config_name")): info for info in ([given] if isinstance(given, dict) else given)}
+    own: Mapping[str, Any] = infos.get(config, {})
+    return next(iter(infos.values())) if count <= 1 and len(infos) == 1 else own
 
 
 def _card(found: Repository) -> dict[str, Any]:
@@ -97,9 +101,8 @@ def _chosen(
         return config, split
     if parts and parts[0] in configs and len(configs) > 1:
         return parts[0], ""
-    default = [
-        name for name, entry in configs.items() if entry.get("default") or name == "default" or len(configs) == 1
-    ]
+    marked = [name for name, entry in configs.items() if entry.get("default") or name == "default"]
+    default = [*configs] if len(configs) == 1 else marked
     if configs and not default:
         raise ValueError(
             f"{found} has the configurations {', '.join(configs)}; name one and a split of it, as "
@@ -126,9 +129,10 @@ def _files(tables: Collection[str], patterns: Any, folder: str | None) -> dict[s
     with require_extra("reading data sets of the Hub needs datasets", "datasets"):
         import datasets
     with tempfile.TemporaryDirectory() as name:
-        root = Path(name).resolve()
+        root = Path(name).resolve() / "tables"
         for table in tables:
             (root / table).parent.mkdir(parents=True, exist_ok=True)
             (root / table).touch()
-        chosen: Any = datasets.load_dataset_builder(str(root), data_dir=folder, data_files=patterns).config.data_files
+        options: dict[str, Any] = {"data_dir": folder, "data_files": patterns, "cache_dir": name}
+        chosen: Any = datasets.load_dataset_builder(str(root), **options).config.data_files
         return {str(s): [Path(f).relative_to(root).as_posix() for f in files] for s, files in chosen.items()}

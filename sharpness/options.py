@@ -137,8 +137,8 @@ class DataChoice:
         - a folder of class folders of images;
         - a ``.tsv``, ``.csv``, ``.jsonl`` or ``.parquet`` table of text (a ``.parquet`` may hold images);
         - a folder that Hugging Face's ``datasets`` saved (``folder/split`` where it has several), of texts or images;
-        - ``owner/name/split`` or ``owner/name/configuration/split``, a data set on the Hugging Face Hub, with a revision
-          behind an ``@``: tables of texts, or Parquet files of images;
+        - ``owner/name/split`` or ``owner/name/configuration/split``, a data set on the Hub, with a revision behind an
+          ``@``: tables of texts, or Parquet files of images;
         - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension runs over the
           examples: with the names x and y batches are pairs, else dicts for a transformers model;
         - ``module:function``, a function without arguments that returns an iterable of batches.

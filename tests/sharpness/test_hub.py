@@ -381,7 +381,7 @@ def test_data_that_are_refused(hub, bert, tables, tmp_path):
         "someone/rows/plain": "has the splits train, test; name one as someone/rows/plain/train",
         "someone/rows/plain/dev": "has the splits train, test; name one as someone/rows/plain/train",
         "someone/rows/none/test": "has no configuration 'none'; it has plain, other",
-        "someone/script/plain/test": r"is a script, which is not run; .* someone/script/plain/test@refs/convert/parquet",
+        "someone/script/plain/test": r"is a script, which is not run; .* someone/script/plain/test@refs/convert",
         "someone/none/train": r"has no tables \(.csv .*someone/none/train@refs/convert/parquet",
         "someone/absent/train": "no data set of this name on http",
         "someone/bert/train": "no data set of this name on http",
