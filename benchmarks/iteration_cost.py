@@ -19,9 +19,9 @@ from torch import nn
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
 from quotient_manifolds.weights import preserve_model_state
 from sharpness.ascent import ASCENTS
+from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
-from sharpness.measuring import BatchLoss
 from sharpness.space import WeightSpace
 
 RADII = {"geodesic-inv": 0.05, "complete-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}

@@ -37,7 +37,7 @@ import sharpness
 from quotient_manifolds.symmetries import ALL, canonicalize_, find, move_
 from quotient_manifolds.weights import pointing_to
 from reproduction.baselines import norms
-from sharpness.measuring import RadiusError
+from sharpness.batch_loss import RadiusError
 
 BITS, SEEDS = (8, 4, 3, 2), (200, 201)
 #: Shares of a row's largest weight at which the outermost level lies; a loss is the mean over them, since one rounding

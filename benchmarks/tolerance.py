@@ -17,9 +17,9 @@ from _common import write
 
 from quotient_manifolds.weights import preserve_model_state
 from sharpness.ascent import ASCENTS
+from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
-from sharpness.measuring import BatchLoss
 from sharpness.space import WeightSpace
 
 #: Two decades a measure, up to the largest radius at which the given network's loss rises by 1 to 4.

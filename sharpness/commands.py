@@ -138,7 +138,7 @@ def _of(kind: Any, chosen: dict[str, Any]) -> dict[str, Any]:
 def _print(result: SharpnessResult, guessing: float, *, verbose: bool) -> None:
     """Print what was found, what to compare it with, and what limits it."""
     from .results import REFERENCE, doubts, headline, settings
-    from .statistic import Worst
+    from .worst import Worst
 
     low, high = REFERENCE.get(result.measure.name, (0.0, 0.0))
     remarks = [*doubts(result), *result.remarks]

@@ -32,7 +32,7 @@ def _attend_plainly(undo: list[Callable[[], object]]) -> None:
 
 
 #: Torch chooses the kernel of attention for all threads.
-plain_attention = Shared(_attend_plainly)
+_plain_attention = Shared(_attend_plainly)
 
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
@@ -107,8 +107,11 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         v = space.project(v)
         if not self._quadratic:
             return self._by_differences(v)
-        velocity = space.velocity(v)
-        with plain_attention():
+        velocity = {name: torch.zeros_like(copy) for name, copy in space.copies.items()}
+        with torch.no_grad():
+            for patch, c in space.each(v):
+                patch.vector_(velocity, c, at_model=False)
+        with _plain_attention():
             found = self.losses()
             losses = [found] if isinstance(found, Tensor) else found
             first, second = _with_product(losses, space.parameters, velocity)

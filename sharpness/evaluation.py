@@ -16,15 +16,17 @@ from tqdm.auto import tqdm
 from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import plain_class, preserve_model_state
 
+from .batch_loss import BatchLoss
 from .direction import Direction
 from .distributed import World, checksum, is_sharded_model
 from .errors import check_flags
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, checked_radii, get_measure
-from .measuring import BatchLoss, attached_space, collected
+from .measuring import attached_space, collected
 from .options import Search
 from .results import SharpnessResult
-from .statistic import Average, BatchResult, Curvature, GradientNorm, Statistic, Worst
+from .statistic import Average, BatchResult, Curvature, GradientNorm, Statistic
+from .worst import Worst
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30

@@ -25,6 +25,8 @@ __all__ = ["LossFunction"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
+#: Losses below this are compared as if they were this large: they are differences of numbers of order one.
+SMALL = 1e-3
 #: The label that cross-entropy ignores, in torch and in transformers.
 IGNORED = -100
 

@@ -1,26 +1,21 @@
-"""Before the loop of a measurement: the space that the first batch helps to find, and the loss of each batch in it."""
+"""Around the loop of a measurement: the space that the first batch helps to find, and what is said at last."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
-from quotient_manifolds.linalg import differentiated, finite
-from quotient_manifolds.passes import eager, tensors, to_device
-from quotient_manifolds.symmetries import Cause, NotASymmetryError, Refusal, SymmetricPair, Symmetries, find
+from quotient_manifolds.passes import to_device
+from quotient_manifolds.symmetries import Cause, Refusal, SymmetricPair, Symmetries, find
 from quotient_manifolds.symmetries.examination import examine_model
 from quotient_manifolds.symmetries.lora import zero_norm
 from quotient_manifolds.symmetries.pairs import pairs_of
@@ -31,10 +26,10 @@ from quotient_manifolds.weights import plain_class, plain_names, weights_of
 
 from .building import trainable
 from .distributed import check_alike, is_sharded_model, world_of
-from .losses import Objective, check_batches, computed_in, count_examples, rounding_error, to_float32
+from .losses import SMALL, Objective, check_batches, computed_in, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .sharded import ShardedSpace
-from .space import HIDES, WeightSpace
+from .space import WeightSpace
 
 T = TypeVar("T")
 
@@ -42,197 +37,9 @@ T = TypeVar("T")
 _NAMED = 12
 _NO_GRADIENT = "got no gradient from any batch, so the result says nothing about them"
 _ZERO_GRADIENT = "have a gradient of exactly 0 on every batch, so to first order no loss changes with them"
-#: Up to this many roundings of the weights' dtype, and never above the second number, two equal passes may differ
-#: relatively: threads add up in no fixed order.
-_REPEATED, _ROUGHEST = 200, 1e-3
-#: The same for the canonical form, in which every weight is computed anew, in roundings of the space's dtype or of what
-#: the model computes in, float32 at least; and in those of anything rougher.
+#: Up to so much the loss at the canonical form, in which every weight is computed anew, may differ relatively: in
+#: roundings of the space's dtype or of what the model computes in, float32 at least; and in those of anything rougher.
 _REWRITTEN, _ROUNDED = 1e4, 4
-#: Losses below this are compared as if they were this large: they are differences of numbers of order one.
-_SMALL = 1e-3
-#: A residual that all pairs share is the precision of the computations, at most 0.014 in half precision; up to this it
-#: is not the pairs' own, and losses may differ by three times as much.
-_SHARED = 0.03
-
-
-class RadiusError(ValueError):
-    """The loss is not finite somewhere in a ball, because the radius is too large."""
-
-
-class BatchLoss:
-    """The loss of a batch as a function of coordinates; radii and starts share the pass at the weights.
-
-    Before anything is measured, the loss must be the same in a second pass and along the orbits of pairs that are not
-    certified by their gradient, and the gradient must be finite.
-
-    Attributes
-    ----------
-    index : int
-        Position of the batch.
-    base : float
-        Loss at the weights.
-    base_gradient : Tensor
-        (dim,), the gradient there, until it is released.
-    slope : float
-        Its length.
-    base_error, worst_error : float or None
-        Fraction of misclassified examples: at the weights, and the largest so far.
-    passes : int
-        Number of passes.
-    """
-
-    def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int) -> None:
-        batch = to_device(batch, space.device)
-        batch = to_float32(batch) if space.in_float32 else batch
-        self.space, self.objective, self.index, self.pieces = space, objective, index, _share(space, objective, batch)
-        self.passes = 0
-        self.worst_error: float | None = None
-        self.base_gradient = space.empty()
-        self.base = self(None, self.base_gradient)
-        self.base_error, first = self.worst_error, self._first
-        self._check_second_pass(first)
-        objective.check_pieces(space.model, batch, all_of_them=index == 0)
-        self._check_symmetries(first)
-        if not space.world.all(finite(self.base_gradient)):
-            raise ValueError(
-                f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
-                f"{self.base:.6g}; "
-                f"{zero_norm(space.model) or 'check the model and loss_fn for a square root or logarithm at zero'}"
-            )
-        self.slope = space.norm(self.base_gradient)
-
-    def release_gradient(self) -> None:
-        """Free the gradient at the weights, which is as large as the model."""
-        del self.base_gradient
-
-    def forget_errors(self) -> None:
-        """Count only misclassified examples at the weights, and from here on."""
-        self.worst_error = self.base_error
-
-    def __call__(self, xi: Tensor | None, out: Tensor | None = None) -> float:
-        """Evaluate the loss at a vector (None: at the weights), and write the gradient there to ``out``, if given."""
-        self.space.move_to(xi)
-        if out is None:
-            with self.objective.only_values():
-                for _ in self.losses():
-                    pass
-            return self._total(xi)
-        with torch.enable_grad():
-            gradient = self.space.differentiate(self.losses())
-        if xi is None:
-            self.space.evidence.see(gradient)
-        value = self._total(xi)
-        self.space.pull_back(gradient, xi, out)
-        return value
-
-    def losses(self) -> Iterator[Tensor]:
-        """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
-        self.passes += 1
-        self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
-        for k, (weight, piece) in enumerate(self.pieces):
-            loss, wrong, counted, _ = self.objective(self.space.model, piece)
-            value = float(loss.detach())
-            if k == 0:
-                self._first = value
-            if weight:
-                self._sums += torch.tensor([weight * value, wrong, counted], dtype=torch.float64, device="cpu")
-            yield loss * weight if weight != 1 else loss
-
-    def _total(self, xi: Tensor | None) -> float:
-        """Add up the losses and errors of the pieces of all processes."""
-        value, wrong, counted = self.space.world.sum(self._sums).tolist()
-        value /= self.space.world.size
-        if math.isfinite(value):
-            self.worst_error = max(wrong / counted, self.worst_error or 0.0) if counted else self.worst_error
-            return value
-        distance = 0.0 if xi is None else self.space.norm(xi)
-        if distance == 0:
-            raise ValueError(
-                f"the loss of batch {self.index} is {value}; "
-                f"{zero_norm(self.space.model) or 'look for NaN in the data, or labels out of range'}"
-            )
-        raise RadiusError(
-            f"the loss of batch {self.index} became {'NaN' if math.isnan(value) else 'infinite'} at a distance of "
-            f"{distance:.4g} from the weights; use a smaller rho"
-        )
-
-    def _check_second_pass(self, one: float) -> None:
-        """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
-        run = partial(self.objective.value, self.space.model, self.pieces[0][1])
-        if self.space.evidence.missing()[1]:
-            with eager(), _Seen() as seen:
-                two = run()
-            if seen.hidden:
-                raise ValueError(HIDES)
-        else:
-            two = run()
-
-        def alike(rounding: float) -> bool:
-            bound = min(_REPEATED * rounding, _ROUGHEST) * max(abs(one), abs(two), _SMALL)
-            return self.space.world.all(abs(one - two) <= bound)
-
-        if not alike(rounding_error(self.space.model)) and not alike(computed_in(run)):
-            raise ValueError(
-                f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
-                "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
-            )
-
-    def _check_symmetries(self, before: float) -> None:
-        """Raise for a pair that is not a symmetry by its gradient, if a move along its orbit confirms that.
-
-        Near a minimum a gradient may be mostly rounding error, which does not affect moves of the weights. Residuals
-        that all pairs share come from the precision of the model's computations.
-        """
-        evidence = self.space.evidence
-        residuals, tolerance = evidence.residuals, evidence.tolerance
-        least = min(residuals.values(), default=1.0)
-        several = len({(p.module, p.kind) for p in residuals}) > 1
-        shared = 3 * least if several and least < _SHARED else 0.0
-        rounding, floor = 0.1 * tolerance + 2e-5, _SMALL
-        if shared >= rounding:
-            rounding, floor = shared, 1.0
-        failing = [p for p, r in residuals.items() if r > tolerance]
-        for pair in sorted(failing, key=lambda p: (-residuals[p], p.name)):
-            self.space.move_along_orbit(pair)
-            after = self.objective.value(self.space.model, self.pieces[0][1])
-            self.space.move_to(None)
-            alike = abs(after - before) <= rounding * max(abs(after), abs(before), floor)
-            if not self.space.world.all(alike):
-                raise NotASymmetryError(pair, residuals[pair], tolerance)
-
-
-def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
-    """Return the pieces of a batch that this process passes through the model; each process has equally many.
-
-    FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied by the
-    number of processes.
-    """
-    size, rank = space.world.size, space.world.rank
-    if size > 1 and objective.micro_batch is None:
-        objective = replace(objective, micro_batch=-(-count_examples(batch) // size))
-        objective.check_pieces(space.model, batch, all_of_them=False)
-    pieces = objective.pieces(space.model, batch)
-    if size == 1:
-        return pieces
-    mine = [(weight * size, piece) for weight, piece in pieces[rank::size]]
-    return mine if len(mine) == -(-len(pieces) // size) else [*mine, (0.0, pieces[0][1])]
-
-
-class _Seen(TorchFunctionMode):
-    """Note a reentrant checkpoint behind which autograd sees no weights, because its inputs need no gradient."""
-
-    hidden = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = None if self.hidden else sys._getframe(1)  # noqa: SLF001
-        while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-            frame = frame.f_back
-        if frame is not None:
-            self.hidden = not differentiated(*tensors(frame.f_locals["args"]))
-        return func(*args, **(kwargs or {}))
-
-
-# -- what comes first, and last ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -392,7 +199,7 @@ def _unlike(space: WeightSpace, moved: float, loss: float, rounding: float) -> b
     """Whether the loss at the canonical form is another one on any process."""
     single, own = torch.finfo(torch.float32).eps, torch.finfo(space.dtype).eps
     tolerance = max(_REWRITTEN * max(own, min(rounding, single)), _ROUNDED * rounding)
-    return not space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 10 * _SMALL))
+    return not space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 10 * SMALL))
 
 
 def _warn(text: str, remarks: list[str]) -> None:

@@ -23,7 +23,8 @@ from .evaluation import LOCAL, statistic_of
 from .losses import LossFunction, Objective, as_list
 from .measures import MEASURES, Measure, checked_radii, get_measure
 from .options import Search
-from .statistic import Curvature, Statistic, Worst
+from .statistic import Curvature, Statistic
+from .worst import Worst
 
 #: What is measured along the last step of the optimiser.
 ALONG = ("critical", "critical-relative")

@@ -15,7 +15,8 @@ from .direction import PARTS, Direction, LayerShare, LayerShares
 from .errors import aligned
 from .files import write_json
 from .measures import Measure
-from .statistic import BatchResult, Statistic, WorstResult
+from .statistic import BatchResult, Statistic
+from .worst import WorstResult
 
 #: Largest ρ/σ_h at which the ball of the mix metric stays on the manifold.
 LEAVES = 2**-0.5

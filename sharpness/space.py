@@ -222,23 +222,8 @@ class WeightSpace:
         return torch.cat([patch.project(c) for patch, c in self.each(v)])
 
     @torch.no_grad()
-    def velocity(self, xi: Tensor) -> dict[str, Tensor]:
-        """Return the derivative of the attached weights along the horizontal part of xi, (dim,), by name.
-
-        Its adjoint is :meth:`pull_back` at None: only these two belong together.
-        """
-        found = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
-        for patch, c in self.each(self.project(xi)):
-            patch.vector_(found, c, at_model=False)
-        return found
-
-    @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
-        """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU.
-
-        That is for :func:`sharpness.perturbed`: pairs have vectors at the model's own factors. To differentiate along
-        xi while attached, where pairs stand at balanced factors, take :meth:`velocity`.
-        """
+        """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
         out = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
         for patch, c in self.each(xi):
             patch.vector_(out, c, at_model=True)

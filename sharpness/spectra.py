@@ -26,12 +26,13 @@ from quotient_manifolds.passes import default_forward
 from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import plain_class, preserve_model_state
 
+from .batch_loss import BatchLoss
 from .curvature import HessianOperator, plain_attention
 from .distributed import is_sharded_model
 from .errors import require_extra
 from .losses import IGNORED, LossFunction, Objective, count_labels, labels_of
 from .measures import Measure, get_measure
-from .measuring import BatchLoss, attached_space
+from .measuring import attached_space
 from .space import WeightSpace
 
 with require_extra("spectra need curvlinops", "curvature"):

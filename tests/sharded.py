@@ -16,8 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import sharpness
 from quotient_manifolds.weights import preserve_model_state
 from sharpness.ascent import gram_matrix
+from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
-from sharpness.measuring import BatchLoss, attached_space
+from sharpness.measuring import attached_space
 from tests import networks
 from tests.extent import EXHAUSTIVE
 

@@ -21,16 +21,16 @@ from tqdm.auto import tqdm
 
 from quotient_manifolds.hub import is_name
 
+from ..batch_loss import RadiusError
 from ..data import check_source
 from ..errors import called, naming, words_of
 from ..evaluation import LOCAL, measure_of, progress_bar, statistic_of
 from ..files import check_folder, write_json
 from ..losses import Objective, count_examples
-from ..measuring import RadiusError
 from ..models import LoadedModel, checked_device, load, load_state_dict, move
 from ..options import Batches, Search
 from ..results import SharpnessResult, limits
-from ..statistic import Worst
+from ..worst import Worst
 from .plan import Checkpoint, Sweep, shard_of
 from .rows import Row, in_words, job_key, rows_of
 

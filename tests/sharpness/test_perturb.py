@@ -333,6 +333,9 @@ OURS = (
     "quotient_manifolds/weights.py",
     "quotient_manifolds/passes.py",
     "sharpness/measuring.py",
+    "sharpness/batch_loss.py",
+    "sharpness/worst.py",
+    "sharpness/statistic.py",
     "sharpness/space.py",
     "contextlib.py",
 )
