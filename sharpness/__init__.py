@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .results import SharpnessResult
     from .sam import GeodesicSAM
     from .space import WeightSpace
+    from .spectra import Spectrum, spectrum
     from .statistic import BatchResult
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Measure",
     "Search",
     "SharpnessResult",
+    "Spectrum",
     "WeightSpace",
     "average",
     "critical_sharpness",
@@ -36,12 +38,13 @@ __all__ = [
     "hessian",
     "measured",
     "perturbed",
+    "spectrum",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch with the first name that needs it, which the parser of the command line does not."""
-    files = (".evaluation", ".curvature", ".direction", ".measures", ".monitor", ".results", ".sam", ".space")
+    files = (".evaluation", ".curvature", ".direction", ".measures", ".monitor", ".results", ".sam", ".space", ".spectra")
     for file in files if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):

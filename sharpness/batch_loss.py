@@ -97,7 +97,7 @@ class BatchLoss:
         if xi is None:
             self.space.evidence.see(gradient)
         value = self._total(xi)
-        self.space.pull_back(gradient, xi, out)
+        self.space.pull_back_from_copies(gradient, xi, out)
         return value
 
     def losses(self) -> Iterator[Tensor]:

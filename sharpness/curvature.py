@@ -32,7 +32,7 @@ def _attend_plainly(undo: list[Callable[[], object]]) -> None:
 
 
 #: Torch chooses the kernel of attention for all threads.
-_plain_attention = Shared(_attend_plainly)
+plain_attention = Shared(_attend_plainly)
 
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
@@ -107,17 +107,15 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         v = space.project(v)
         if not self._quadratic:
             return self._by_differences(v)
-        velocity = {name: torch.zeros_like(copy) for name, copy in space.copies.items()}
-        with torch.no_grad():
-            for patch, c in space.each(v):
-                patch.vector_(velocity, c, at_model=False)
-        with _plain_attention():
+        velocity = space.push_forward_to_copies(v)
+        with plain_attention():
             found = self.losses()
             losses = [found] if isinstance(found, Tensor) else found
             first, second = _with_product(losses, space.parameters, velocity)
         # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
-        straight = space.pull_back(dict(first), None)
-        return space.pull_back(second, None).add_(space.pull_back(first, v)).sub_(straight)
+        pull_back = space.pull_back_from_copies
+        straight = pull_back(dict(first), None)
+        return pull_back(second, None).add_(pull_back(first, v)).sub_(straight)
 
     def _by_differences(self, v: Tensor) -> Tensor:
         """Differentiate the gradient along ±hv, with h³ the rounding error."""

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +57,7 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
         raise ValueError("a batch has no labels; leave it out")
     with _explaining(model):
         output = default_forward(model, batch)
-    look_up = output.get if isinstance(output, Mapping) else partial(getattr, output)
-    scores, loss = output if isinstance(output, Tensor) else look_up("logits", None), look_up("loss", None)
+    scores, loss = scores_of(output), _look_up(output, "loss")
     if by_name and loss is None:
         fix = "load a class with a head for them, such as …ForSequenceClassification"
         if isinstance(output, tuple) and hasattr(model, "config"):
@@ -89,6 +87,15 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
     counted = labels != IGNORED
     wrong = int(((scores.detach().argmax(1) != labels) & counted).sum())
     return Outcome(loss, wrong, int(counted.sum()), scores.shape[1])
+
+
+def scores_of(output: Any) -> Any:
+    """Return the scores in a model's output: the output itself, or its ``logits``; None where there are none."""
+    return output if isinstance(output, Tensor) else _look_up(output, "logits")
+
+
+def _look_up(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 @contextmanager

@@ -223,7 +223,10 @@ class WeightSpace:
 
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
-        """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
+        """Return the tangent vector with horizontal coordinates xi, (dim,), at the model's own weights, on the CPU.
+
+        The attached model has other factors. Its velocity is that of :meth:`push_forward_to_copies`.
+        """
         out = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
         for patch, c in self.each(xi):
             patch.vector_(out, c, at_model=True)
@@ -335,11 +338,27 @@ class WeightSpace:
         ValueError
             The loss depends on none of the weights.
         """
-        return self.pull_back(self.differentiate([losses] if isinstance(losses, Tensor) else losses), self._at)
+        gradient = self.differentiate([losses] if isinstance(losses, Tensor) else losses)
+        return self.pull_back_from_copies(gradient, self._at)
 
     @torch.no_grad()
-    def pull_back(self, gradient: dict[str, Tensor], at: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Pull a gradient with respect to the weights at R(at) back, patch by patch, to (dim,).
+    def push_forward_to_copies(self, v: Tensor) -> dict[str, Tensor]:
+        """Return the velocity of the attached model's weights at the base point, by name, along a vector, (dim,).
+
+        It belongs to :attr:`copies`, whose factors are canonical, as derivatives of the attached model do; not to the
+        model's own weights, to which :meth:`direction` belongs. Its adjoint is :meth:`pull_back_from_copies` at None.
+        """
+        out = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
+        with torch.autocast(self.device.type, enabled=False):
+            for patch, c in self.each(self.project(v)):
+                patch.vector_(out, c, at_model=False)
+        return out
+
+    @torch.no_grad()
+    def pull_back_from_copies(
+        self, gradient: dict[str, Tensor], at: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Pull a gradient with respect to the attached model's weights at R(at) back, patch by patch, to (dim,).
 
         It is written to ``out``, if given. Each tensor of the gradient is freed after its last patch.
         """

@@ -509,7 +509,7 @@ def test_cached_parametrizations_do_not_change_the_value():
 SHARED = {
     "fast path": (module._shortcuts, torch.backends.mha.get_fastpath_enabled, True),
     "compiled code": (passes.eager, lambda: torch._dynamo.eval_frame._stance.stance, "default"),
-    "kernels": (curvature._plain_attention, torch.backends.cuda.flash_sdp_enabled, True),
+    "kernels": (curvature.plain_attention, torch.backends.cuda.flash_sdp_enabled, True),
     "words": (models.quiet, transformers.logging.get_verbosity, transformers.logging.WARNING),
 }
 
