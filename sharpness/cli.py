@@ -34,7 +34,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn
 
-from . import commands, sweeps
+from . import commands, spectrum_command, sweeps
 from .errors import EXPECTED, painted, words_of
 from .options import DataChoice, RunOptions, Search
 
@@ -78,10 +78,18 @@ def parser() -> argparse.ArgumentParser:
         commands.run: {**data, "measurement": RunOptions},
         sweeps.sweep: {"without a configuration": sweeps.plan_of, **data},
         commands.symmetries: data,
+        spectrum_command.spectrum: data,
     }
     last = {commands.run: {"search": Search}, sweeps.sweep: {"search": Search}}
     one, many = (
-        (commands.compare, commands.same, commands.symmetries, commands.canonicalize, commands.env),
+        (
+            spectrum_command.spectrum,
+            commands.compare,
+            commands.same,
+            commands.symmetries,
+            commands.canonicalize,
+            commands.env,
+        ),
         (sweeps.table, sweeps.plot),
     )
     for function in (commands.demo, commands.run, sweeps.sweep, *many, *one):

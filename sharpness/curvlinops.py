@@ -47,7 +47,9 @@ class _OnSpace(PyTorchLinearOperator):
         if not self.space.copies:
             raise ValueError("the space is not attached; compute products in a block `with space.attached():`")
         self.space.move_to(None)
-        columns = [self._column(list(x)) for x in zip(*(x.unbind(-1) for x in X), strict=True)]
+        columns = [
+            self._column([part.contiguous() for part in x]) for x in zip(*(x.unbind(-1) for x in X), strict=True)
+        ]
         return [torch.stack(parts, -1) for parts in zip(*columns, strict=True)]
 
 
@@ -57,8 +59,8 @@ class PushForward(_OnSpace):
     .. math:: C v = \frac{d}{dt} R_θ(t v) \big|_{t=0}, \qquad C^* M C \text{ is the matrix } M \text{ on the quotient}
 
     M is any operator of curvlinops on ``list(space.parameters.values())``, made and multiplied while the space is
-    attached: a Gauss–Newton or Fisher matrix, a KFAC approximation, a Jacobian. The attached model's pairs have
-    canonical factors, and the velocities are at these. They are not the tensors of
+    attached, such as a Gauss–Newton or Fisher matrix. The attached model's pairs have canonical factors, and the
+    velocities are at these. They are not the tensors of
     :meth:`sharpness.WeightSpace.direction`, which are at the model's own factors.
 
     Parameters

@@ -25,8 +25,9 @@ from .errors import require_extra
 from .files import atomic_write, write_text
 from .losses import Objective, to_float32
 from .results import SharpnessResult, settings, summary
+from .spectra import MATRICES, Spectrum
 
-__all__ = ["plot_layers", "plot_profile", "write_report"]
+__all__ = ["plot_layers", "plot_profile", "plot_spectrum", "write_report"]
 
 #: Colours of the measures, by Okabe and Ito without their yellow, which is faint on white; each has a marker too, so
 #: that nothing depends on colour alone.
@@ -191,6 +192,53 @@ def _column(share: LayerShare) -> str:
     """Name the column of the map: a pair with its head, or the other weights."""
     of_pair = share.head is not None or share.part in ("LoRA", "other pairs")
     return f"{share.part} {share.head or 0}" if of_pair else "weights"
+
+
+def plot_spectrum(found: Spectrum, path: str | os.PathLike[str] | None = None) -> Any:
+    r"""Draw a spectral density and the largest eigenvalues, on an axis that is linear near 0 and logarithmic beyond.
+
+    Parameters
+    ----------
+    found : Spectrum
+        Of :func:`sharpness.spectrum` with ``density=True``.
+    path : str or path, optional
+        Where the figure goes; by default it is returned only.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Notes
+    -----
+    A bar is the share of all eigenvalues in its interval.
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> batch = torch.eye(2), torch.tensor([0, 1])
+    >>> found = sharpness.spectrum(torch.nn.Linear(2, 2), [batch], measure="euclidean", k=2, density=True)
+    >>> drawn = plot_spectrum(found)
+    """
+    if found.density is None:
+        raise ValueError("there is no density to draw; compute the spectrum with density=True")
+    points, weights = np.array(found.density).T
+    most = max(float(np.abs([*points, *found.eigenvalues]).max()), 1e-30)
+    linear = most / 1e4  # a width in which eigenvalues count as 0
+
+    def place(x: Any) -> Any:
+        return np.arcsinh(np.asarray(x) / linear)
+
+    edges = linear * np.sinh(np.linspace(-place(most), place(most), 82))
+    with figure(path, (6.4, 4.4)) as (drawn, ((axes,),)):
+        axes.hist(points, bins=edges, weights=weights, color="#56B4E9", label="density")
+        name = f"{len(found.eigenvalues)} largest eigenvalues"
+        axes.plot(found.eigenvalues, [weights.max()] * len(found.eigenvalues), "v", color="#D55E00", label=name)
+        axes.set_xscale("asinh", linear_width=linear)
+        axes.set_yscale("log")
+        axes.set(xlabel="eigenvalue", ylabel="share of all eigenvalues")
+        axes.set_title(f"{MATRICES[found.matrix]} ({found.measure.name})")
+        axes.legend()
+    return drawn
 
 
 def write_report(

@@ -14,6 +14,7 @@ import tempfile
 EXTRAS = [
     "transformers", "open_clip", "timm", "peft", "PIL", "yaml", "torchvision", "matplotlib", "pandas",
     "sklearn", "datasets", "accelerate", "bitsandbytes", "pymanopt", "lightning", "pytorch_lightning",
+    "curvlinops",
 ]  # fmt: skip
 
 
@@ -98,16 +99,24 @@ def check_missing():
             print(lines[0])
 
 
-def check_modules():
-    """Python says what to install where a module of an optional library is imported."""
-    for module, extra in (
-        ("quotient_manifolds.pymanopt", "pymanopt"),
-        ("sharpness.lightning", "lightning"),
-        ("sharpness.transformers", "transformers"),
+def check_operators():
+    """Python says what to install where the module is imported, or what needs it is called."""
+    import torch
+
+    import sharpness
+
+    model, batch = torch.nn.Linear(3, 2), (torch.randn(4, 3), torch.arange(4) % 2)
+    assert len(sharpness.spectrum(model, [batch], measure="adaptive", k=2, progress=False).eigenvalues) == 2
+    for extra, use in (
+        ("pymanopt", lambda: importlib.import_module("quotient_manifolds.pymanopt")),
+        ("lightning", lambda: importlib.import_module("sharpness.lightning")),
+        ("transformers", lambda: importlib.import_module("sharpness.transformers")),
+        ("curvature", lambda: importlib.import_module("sharpness.curvlinops")),
+        ("curvature", lambda: sharpness.spectrum(model, [batch], matrix="ggn", progress=False)),
     ):
         said = ""
         try:
-            importlib.import_module(module)
+            use()
         except ImportError as error:
             said = str(error)
         assert f"install the extra {extra}, pip install '.[{extra}]'" in said, said
@@ -121,7 +130,7 @@ def main():
     check_manifolds()
     check_evaluate()
     check_missing()
-    check_modules()
+    check_operators()
     print("the core works by itself")
 
 

@@ -19,6 +19,7 @@ PUBLIC = [
     "quotient_manifolds.testing",
     "sharpness",
     "sharpness.ascent",
+    "sharpness.curvlinops",
     "sharpness.data",
     "sharpness.lightning",
     "sharpness.losses",
