@@ -44,7 +44,17 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torch with the first name that needs it, which the parser of the command line does not."""
-    files = (".evaluation", ".curvature", ".direction", ".measures", ".monitor", ".results", ".sam", ".space", ".spectra")
+    files = (
+        ".evaluation",
+        ".curvature",
+        ".direction",
+        ".measures",
+        ".monitor",
+        ".results",
+        ".sam",
+        ".space",
+        ".spectra",
+    )
     for file in files if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):
