@@ -130,6 +130,8 @@ def repository(name: str, kind: Kind, extra: str) -> Repository:
             raise ConnectionError(
                 f"there is no folder {name!r}, and no copy of {own} in the cache {constants.HF_HUB_CACHE}; {error}"
             ) from error
+        if commit != revision and not constants.HF_HUB_OFFLINE:
+            print(f"{error}; reading the copy of {own} at {commit[:12]} in the cache", file=sys.stderr, flush=True)
         return Repository(own, kind, revision, commit, folder, _in_cache(own, kind, commit, folder), str(error))
     sizes = dict[str, int]()
     for file in found.siblings:

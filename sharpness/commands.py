@@ -14,8 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from quotient_manifolds.hub import is_name
-
 from .errors import aligned, naming, require_extra, say
 from .files import check_apart, check_file, write_json
 from .options import DataChoice, RunOptions, Search
@@ -72,6 +70,8 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         revision behind an @); a .safetensors or .pt file with tensors x and y, or with inputs and labels of
         transformers; module:function, a function of yours that returns batches.
     """
+    from quotient_manifolds.hub import is_name
+
     from . import losses, models, plots
     from .data import check_source
     from .distributed import World, torchrun

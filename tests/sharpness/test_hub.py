@@ -147,7 +147,7 @@ def test_names_that_are_refused(hub, bert, capsys):
     assert not list((bert.parent / "cache").rglob("*.bin"))
 
 
-def test_without_the_hub_the_copy_in_the_cache_is_read(hub, bert, tmp_path, monkeypatch):
+def test_without_the_hub_the_copy_in_the_cache_is_read(hub, bert, monkeypatch, capsys):
     commit = hub.push("someone/bert", bert)
     weights = load(f"someone/bert@{commit}").model.classifier.weight
     load("someone/bert")  # of which only the name is new
@@ -162,6 +162,7 @@ def test_without_the_hub_the_copy_in_the_cache_is_read(hub, bert, tmp_path, monk
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "answer", lambda _: (500, {}, b""))
     assert torch.equal(load("someone/bert").model.classifier.weight, weights)
+    assert f"reading the copy of someone/bert at {commit[:12]} in the cache" in capsys.readouterr().err
     with pytest.raises(ConnectionError, match=r"does not answer \(HfHubHTTPError: .*\): try again with a network"):
         load("someone/other")
 
