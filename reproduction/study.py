@@ -15,8 +15,9 @@ from typing import Any
 import pandas as pd
 from msgspec import structs
 
+from sharpness.checkpoints import load_state_dict
 from sharpness.measures import get_measure
-from sharpness.models import load, load_state_dict
+from sharpness.models import load
 from sharpness.results import LEAVES
 from sharpness.study import Checkpoint, Sweep, read_config, read_rows, run_sweep, targets
 from sharpness.study.rows import Row

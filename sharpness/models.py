@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,24 +23,17 @@ from quotient_manifolds.hub import CLIP, PREFIXES, fetch_model, is_name
 from quotient_manifolds.passes import Shared, to_device
 from quotient_manifolds.weights import trained, weights_of
 
-from .errors import PICKLED, called, how_to_install, naming, require_extra
+from .checkpoints import Weights, read_tensors, unwrapped
+from .errors import called, how_to_install, naming, require_extra
 from .losses import IGNORED
 
-__all__ = ["LoadedModel", "load", "load_state_dict"]
+__all__ = ["LoadedModel", "load"]
 
 #: Files with a tokenizer's vocabulary; all files that say how texts and images become tensors.
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm")
 INPUTS = (*_VOCABULARIES, "*processor_config.json", "tokenizer_config.json", "merges.txt", "*tokens*.json")
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # no download, no code of a folder
 _LIBRARIES = {"clip": "open_clip", "timm": "timm"}  # by the extra that installs it
-#: What checkpoints of trainers call the weights; what DDP, averaged models and Lightning put before every name.
-_ENTRIES, _WRAPPERS = ("state_dict", "model_state_dict", "model"), ("module.", "model.")
-
-
-class Weights(dict[str, Tensor]):
-    """Weights by name, with remarks about what else their file holds."""
-
-    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,7 +184,7 @@ def load(name: str, checkpoint: str | None = None, *, untrained: bool = False) -
         return _from_folder(fetch_model(name).place, for_clip=name.startswith(PREFIXES))
     if glob.has_magic(name):
         raise ValueError(f"{name!r} is a pattern; name one model (sharpness sweep measures many)")
-    state = Weights() if checkpoint is None else _read(checkpoint)
+    state = Weights() if checkpoint is None else read_tensors(checkpoint)
     if ":" in name:
         model = called(name)
         if not isinstance(model, nn.Module):
@@ -216,7 +209,7 @@ def load(name: str, checkpoint: str | None = None, *, untrained: bool = False) -
             f"of an open_clip or timm model either{more}, nor module:function"
         )
     if checkpoint is not None:
-        state = _unwrapped(state, loaded.model.state_dict())
+        state = unwrapped(state, loaded.model.state_dict())
         with naming(f"the weights in {checkpoint} are not those of {type(loaded.model).__name__}"):
             loaded.model.load_state_dict(state)
     loaded.model.eval()
@@ -229,84 +222,6 @@ def pinned(name: str, checkpoint: str | None = None) -> str:
         found = importlib.import_module("timm").get_pretrained_cfg(name)  # a tag names weights
         name = (found.hf_hub_id if found is not None else None) or name
     return fetch_model(name).pinned if is_name(name) else name
-
-
-def load_state_dict(path: str | os.PathLike[str], names: Collection[str] = ()) -> Weights:
-    """Read weights from ``.safetensors``, or from torch's format without executing any code.
-
-    Parameters
-    ----------
-    path : str or path
-        File.
-    names : collection of str
-        The model's own names. The prefixes ``module.`` and ``model.``, if all names of the file have one, are stripped
-        until it has one of these; without them, until none is left.
-
-    Returns
-    -------
-    dict of str to Tensor
-        On the CPU: a ``state_dict``, ``model_state_dict`` or ``model`` inside a checkpoint is taken out, and what
-        ``torch.compile`` adds to names is left out. Its ``remarks`` say what else the file holds.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError, ImportError
-        The file does not exist, is not a state dict, or holds pickled objects other than tensors; or safetensors is
-        missing.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> import tempfile, torch
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "checkpoint.pt"
-    ...     torch.save({"epoch": 3, "state_dict": {"module.weight": torch.ones(1, 2)}}, path)
-    ...     load_state_dict(path)
-    {'weight': tensor([[1., 1.]])}
-    """
-    return _unwrapped(_read(path), names)
-
-
-def _read(path: str | os.PathLike[str]) -> Weights:
-    """Read the weights of a file, with the names that they have there."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint file {path}")
-    with naming_pointers([path]):
-        if path.suffix == ".safetensors":
-            with require_extra("reading .safetensors needs safetensors", "transformers"):
-                from safetensors.torch import load_file
-            with naming(f"{path} is not a readable safetensors file"):
-                state: Any = load_file(path)
-        else:
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:
-                raise ValueError(f"{path} {PICKLED}") from error
-    left = list[str]()
-    if isinstance(state, dict):
-        taken = next((k for k in _ENTRIES if isinstance(state.get(k), dict)), None)
-        counter = "n_averaged" in state and all(str(k).startswith("module.") for k in state if k != "n_averaged")
-        left = [str(k) for k in state if (k != taken if taken else counter and k == "n_averaged")]
-        state = state[taken] if taken else {k: v for k, v in state.items() if k not in left}
-    if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor) for v in state.values()):
-        raise ValueError(f"{path} holds no state dict (a mapping of names to tensors)")
-    found = Weights((str(k), v) for k, v in state.items())
-    found.remarks = (f"of the checkpoint these entries were not read: {', '.join(left)}",) if left else ()
-    return found
-
-
-def _unwrapped(state: Weights, names: Collection[str] = ()) -> Weights:
-    """Strip what wrappers put into names, see :func:`load_state_dict`."""
-    found = {k if k in names else k.replace("_orig_mod.", ""): v for k, v in state.items()}
-    while not found.keys() & set(names):
-        prefix = next((p for p in _WRAPPERS if found and all(k.startswith(p) for k in found)), None)
-        if prefix is None:
-            break
-        found = {k.removeprefix(prefix): v for k, v in found.items()}
-    stripped = Weights(found)
-    stripped.remarks = state.remarks
-    return stripped
 
 
 def _builder_of(name: str) -> Callable[[str, Weights], LoadedModel] | None:
@@ -335,7 +250,7 @@ def _from_timm(name: str, state: Weights) -> LoadedModel:
     model = timm.create_model(name, pretrained=False)
     top = model.default_cfg.get("classifier")
     top = f"{top[0] if isinstance(top, (list, tuple)) else top}.weight"
-    head = _unwrapped(state, model.state_dict()).get(top)
+    head = unwrapped(state, model.state_dict()).get(top)
     if head is not None and head.dim() and head.shape[0] != model.num_classes:
         model = timm.create_model(name, pretrained=False, num_classes=head.shape[0])
     return _of_timm(model)
@@ -379,7 +294,7 @@ def _from_timm_folder(folder: Path) -> LoadedModel:
     weights = _only_weights(folder, "model.safetensors")
     with naming(f"{folder} cannot be loaded"):
         model = timm.create_model(f"local-dir:{folder}", pretrained=False)
-        model.load_state_dict(_read(weights))  # timm itself would leave a head that does not fit random
+        model.load_state_dict(read_tensors(weights))  # timm itself would leave a head that does not fit random
         return _of_timm(model.eval())
 
 

@@ -35,7 +35,7 @@ import quotient_manifolds as qm
 import sharpness
 from quotient_manifolds import optim, symmetries, testing
 from reproduction import cli as laboratory
-from sharpness import cli, data, measures, models, plots, study
+from sharpness import checkpoints, cli, data, measures, models, plots, study
 from sharpness.files import read_table
 
 from . import docs_world, networks
@@ -614,7 +614,7 @@ def calls(rng, world):
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.GL(2), "name": "a"}),
         (symmetries.PairStack, {"pairs": found.pairs[:1]}),
         (models.load, {"name": "mine:model", "checkpoint": "collection/net0.pt"}),
-        (models.load_state_dict, {"path": "xy.pt"}),
+        (checkpoints.load_state_dict, {"path": "xy.pt"}),
         (load_batches, {"source": "xy.pt", "batch_size": 4, "batches": 1, "num_examples": 8, "subset_seed": 0,
                         "device": "cpu"}),
         (read_table, {"path": "dev.tsv", "header": True}),

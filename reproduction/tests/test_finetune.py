@@ -19,8 +19,9 @@ from reproduction.recipes import Recipe, random_recipe
 from reproduction.vision import SmallViT, vit_cifar10
 from sharpness import Search
 from sharpness import cli as measuring
+from sharpness.checkpoints import load_state_dict
 from sharpness.data import DataChoice
-from sharpness.models import load, load_state_dict
+from sharpness.models import load
 from sharpness.study import read_config, run_sweep
 from tests.sweeps import repeated
 from tests.texts import bert_folder

@@ -24,8 +24,9 @@ from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_t
 from sharpness import Search
 from sharpness import cli as measuring
 from sharpness.batch_loss import RadiusError
+from sharpness.checkpoints import load_state_dict
 from sharpness.data import DataChoice
-from sharpness.models import load, load_state_dict
+from sharpness.models import load
 from sharpness.study import Checkpoint, Sweep, read_config, read_rows, run_sweep
 from tests import networks
 from tests.sweeps import repeated

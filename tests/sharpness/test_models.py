@@ -15,8 +15,9 @@ from PIL import Image
 from torchvision.transforms import ToTensor
 
 from sharpness import cli
+from sharpness.checkpoints import load_state_dict
 from sharpness.data import DataChoice
-from sharpness.models import LoadedModel, image_transform, load, load_state_dict
+from sharpness.models import LoadedModel, image_transform, load
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
 from tests.small_clip import fine_tuned, name_small_models
