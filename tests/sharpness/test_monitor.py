@@ -100,7 +100,7 @@ def test_values_are_those_of_the_functions():
     mine = get_measure("adaptive", name="mine", rho=0.3)
     names = ["geodesic-inv", "adaptive@0.2", mine, "gradient-norm", "euclidean-hessian", "critical"]
     found = measured(net, batches, quantities=[*names, "critical-relative"], before=before, other=other, steps=3)
-    assert found == {
+    expected = {
         "sharpness/geodesic-inv@0.1": float(sharpness.evaluate(net, batches, steps=3)),
         "sharpness/adaptive@0.2": float(sharpness.evaluate(net, batches, measure="adaptive", rho=0.2, steps=3)),
         "sharpness/mine@0.3": float(sharpness.evaluate(net, batches, measure="adaptive", rho=0.3, steps=3)),
@@ -109,7 +109,9 @@ def test_values_are_those_of_the_functions():
         "sharpness/critical": sharpness.critical_sharpness(net, batches, before=before),
         "sharpness/critical-relative": sharpness.critical_sharpness(net, other, before=before),
     }
-    assert found["sharpness/critical"] != found["sharpness/critical-relative"]
+    assert expected["sharpness/critical"] != expected["sharpness/critical-relative"]
+    # On other data the step may raise the loss, whatever its length: then there is no number.
+    assert found == {name: value for name, value in expected.items() if value is not None}
     assert measured(net, batches, quantities=names[1:2] + names[-1:], steps=3) == {
         "sharpness/adaptive@0.2": found["sharpness/adaptive@0.2"]
     }
