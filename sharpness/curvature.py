@@ -103,7 +103,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         """Multiply a vector of coordinates, (dim,), of the space's dtype and device; the product is horizontal."""
         space = self.space
         self.num_matvecs += 1
-        space.move_to(None)
+        space.return_to_base()
         v = space.project(v)
         if not self._quadratic:
             return self._by_differences(v)
@@ -113,9 +113,14 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
             losses = [found] if isinstance(found, Tensor) else found
             first, second = _with_product(losses, space.parameters, velocity)
         # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
-        pull_back = space.pull_back_from_copies
-        straight = pull_back(dict(first), None)
-        return pull_back(second, None).add_(pull_back(first, v)).sub_(straight)
+        product = space.pull_back_from_copies(second, None)
+        with torch.no_grad(), torch.autocast(space.device.type, enabled=False):
+            for (patch, part), (_, c) in zip(space.each(product), space.each(v), strict=True):
+                if patch.pairs:  # others move along straight lines
+                    for at, sign in ((c, 1), (None, -1)):
+                        patch.pull_back_(term := torch.empty_like(part), first, at)
+                        part.add_(term, alpha=sign)
+        return product
 
     def _by_differences(self, v: Tensor) -> Tensor:
         """Differentiate the gradient along ±hv, with h³ the rounding error."""
@@ -207,10 +212,12 @@ def _with_product(
     moving, first, second = [weights[name] for name in velocity], dict[str, Tensor](), dict[str, Tensor]()
     for loss in losses:
         grads = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
-        slope = sum(
-            ((g.conj() * v).real.sum() for v, g in zip(velocity.values(), grads, strict=True)), loss.new_zeros(())
+        bent = [(g, v) for g, v in zip(grads, velocity.values(), strict=True) if g.requires_grad]
+        twice = (
+            torch.autograd.grad([g for g, _ in bent], moving, [v for _, v in bent], materialize_grads=True)
+            if bent
+            else ()
         )
-        twice = torch.autograd.grad(slope, moving, materialize_grads=True) if slope.grad_fn is not None else ()
         for into, some in ((first, grads), (second, twice)):
             for name, g in zip(velocity, some, strict=False):
                 into[name] = into[name] + g.detach() if name in into else g.detach()

@@ -46,10 +46,12 @@ class _OnSpace(PyTorchLinearOperator):
     def _matmat(self, X: list[Tensor]) -> list[Tensor]:
         if not self.space.copies:
             raise ValueError("the space is not attached; compute products in a block `with space.attached():`")
-        self.space.move_to(None)
+        self.space.return_to_base()
         columns = [
             self._column([part.contiguous() for part in x]) for x in zip(*(x.unbind(-1) for x in X), strict=True)
         ]
+        if len(columns) == 1:
+            return [part.unsqueeze(-1) for part in columns[0]]
         return [torch.stack(parts, -1) for parts in zip(*columns, strict=True)]
 
 

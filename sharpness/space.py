@@ -182,6 +182,7 @@ class WeightSpace:
         self.evidence = Evidence(self, [p.stack for p in self._pair_patches])
         self.copies: dict[str, Tensor] = {}
         self._at: Tensor | None = None
+        self._moved = True
         self.remarks: list[str] = []
         #: What examines attention of unknown classes, for the parts of directions of a measure that divides nothing.
         self.examine: Callable[[], Iterable[SymmetricPair]] = tuple
@@ -291,13 +292,21 @@ class WeightSpace:
 
         Its coordinates, (dim,), horizontal, must not change before the gradient there is taken.
         """
-        self._at = xi
+        self._at, self._moved = xi, True
         with torch.autocast(self.device.type, enabled=False):
             for patch, c in self.each(xi):
                 patch.retract_(self.copies, c)
+        self._moved = xi is not None
+
+    def return_to_base(self) -> None:
+        """Move the model, which must be attached, to the base point, unless it is there."""
+        if self._moved:
+            self.move_to(None)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
+        self._moved = True
+        self._moved = True
         move_(self._home, Symmetries((pair,)))
 
     def differentiate(self, losses: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -350,8 +359,8 @@ class WeightSpace:
         """
         out = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
         with torch.autocast(self.device.type, enabled=False):
-            for patch, c in self.each(self.project(v)):
-                patch.vector_(out, c, at_model=False)
+            for patch, c in self.each(v):  # single entries that do not move have no velocity
+                patch.vector_(out, patch.project(c) if patch.pairs else c, at_model=False)
         return out
 
     @torch.no_grad()
