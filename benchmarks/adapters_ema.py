@@ -100,6 +100,8 @@ def report(rows: list[dict[str, Any]]) -> None:
             loss, off = interval([r[how]["loss"] for r in own])
             gain, by = interval([r[how]["loss"] - r["last"]["loss"] for r in own])
             print(f"{task},{method},{how},{len(own)},{loss:.4f},{off:.4f},{gain:+.4f},{by:.4f}")
+        gain, by = interval([r["of products"]["loss"] - r["of factors"]["loss"] for r in own])
+        print(f"{task},{method},products less factors,{len(own)},,,{gain:+.4f},{by:.4f}")
 
 
 def main() -> None:
