@@ -19,7 +19,7 @@ from quotient_manifolds.symmetries.found import check_names, check_symmetries
 from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.symmetries.slots import masks
 from quotient_manifolds.symmetries.stacks import coverage
-from quotient_manifolds.symmetries.whole import Affine, Wiring
+from quotient_manifolds.symmetries.wiring import Affine, Wiring
 from quotient_manifolds.weights import check_whole, is_point, is_sharded, naming, plain_names, trained, weights_of
 
 from .measures import Measure

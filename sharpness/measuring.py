@@ -28,7 +28,6 @@ from .building import trainable
 from .distributed import check_alike, is_sharded_model, world_of
 from .losses import SMALL, Objective, check_batches, computed_in, rounding_error, to_float32
 from .measures import Measure, get_measure
-from .sharded import ShardedSpace
 from .space import WeightSpace
 
 T = TypeVar("T")
@@ -50,7 +49,7 @@ def attached_space(
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
     check_batches(batches)
     sharded = is_sharded_model(model)
-    make = partial(ShardedSpace if sharded else WeightSpace, model)
+    make = partial(_space_of_shards() if sharded else WeightSpace, model)
     with torch.inference_mode(False), torch.enable_grad():
         stream = world_of(model).alike(batches) if sharded else iter(batches)
         first = next(stream, stream)  # an end is told by what no batch can be
@@ -69,6 +68,13 @@ def attached_space(
             space.examine = partial(_heads_of, model, objective, to_float32(first) if space.in_float32 else first)
         with space.attached():
             yield space, enumerate(itertools.chain([first], stream))
+
+
+def _space_of_shards() -> type[WeightSpace]:
+    """Import what only sharded models need."""
+    from .sharded import ShardedSpace
+
+    return ShardedSpace
 
 
 def _check_first(

@@ -191,7 +191,7 @@ class QuotientEMA:
 
         ema = self
 
-        class Average(TrainerCallback):
+        class AverageCallback(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 file = Path(args.output_dir, f"checkpoint-{state.global_step}", _FILE)
                 if state.global_step and file.is_file():
@@ -204,4 +204,4 @@ class QuotientEMA:
                 if args.should_save:
                     torch.save(ema.state_dict(), Path(args.output_dir, f"checkpoint-{state.global_step}", _FILE))
 
-        return Average()
+        return AverageCallback()
