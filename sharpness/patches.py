@@ -135,7 +135,11 @@ class ElementwisePatch(SinglePatch):
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
         """Write the tangent vector with coordinates c, at the model's weights or at those from which it moves."""
-        out[self.name].copy_(self._scale * c.view(self._scale.shape))
+        target, c = out[self.name], c.view(self._scale.shape)
+        if self._scale.dtype == c.dtype == target.dtype:
+            torch.mul(self._scale, c, out=target)
+        else:
+            target.copy_(self._scale * c)
 
     def project(self, c: Tensor) -> Tensor:
         """Return the horizontal part of a vector: remove what belongs to pairs, and what does not move, as zeros."""

@@ -176,8 +176,8 @@ class WeightSpace:
         self.patches: list[Patch] = sorted(self._in_order, key=lambda p: p.dim % 2)
         self._sizes = [p.dim for p in self.patches]
         self.dim = sum(self._sizes)
-        last = {name: p for p in self.patches for name in p.names}
-        self._last_used = [[name for name in p.names if last[name] is p] for p in self.patches]
+        last = {name: p for p in self._in_order for name in p.names}
+        self._last_used = [[name for name in p.names if last[name] is p] for p in self._in_order]
         self.pairs: tuple[SymmetricPair, ...] = tuple(pair for p in self._pair_patches for pair in p.pairs)
         self.evidence = Evidence(self, [p.stack for p in self._pair_patches])
         self.copies: dict[str, Tensor] = {}
@@ -204,8 +204,12 @@ class WeightSpace:
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
     def each(self, v: Tensor | None) -> Iterator[tuple[Patch, Any]]:
-        """Iterate over the patches, each with its part of a vector, (dim,); with None for None, the base point."""
-        return zip(self.patches, [None] * len(self.patches) if v is None else v.split(self._sizes), strict=True)
+        """Iterate over the patches, each with its part of a vector, (dim,); with None for None, the base point.
+
+        Pairs come last: a patch of a whole weight writes where they have a part of it.
+        """
+        parts = dict(zip(self.patches, [None] * len(self.patches) if v is None else v.split(self._sizes), strict=True))
+        return ((patch, parts[patch]) for patch in self._in_order)
 
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
@@ -220,7 +224,7 @@ class WeightSpace:
     @torch.no_grad()
     def project(self, v: Tensor) -> Tensor:
         """Return the horizontal part of a vector, (dim,)."""
-        return torch.cat([patch.project(c) for patch, c in self.each(v)])
+        return torch.cat([patch.project(c) for patch, c in zip(self.patches, v.split(self._sizes), strict=True)])
 
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
@@ -357,7 +361,8 @@ class WeightSpace:
         It belongs to :attr:`copies`, whose factors are canonical, as derivatives of the attached model do; not to the
         model's own weights, to which :meth:`direction` belongs. Its adjoint is :meth:`pull_back_from_copies` at None.
         """
-        out = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
+        written = {patch.names[0] for patch in self.patches if not patch.pairs}  # as a whole
+        out = {n: torch.empty_like(t) if n in written else torch.zeros_like(t) for n, t in self.copies.items()}
         with torch.autocast(self.device.type, enabled=False):
             for patch, c in self.each(v):  # single entries that do not move have no velocity
                 patch.vector_(out, patch.project(c) if patch.pairs else c, at_model=False)

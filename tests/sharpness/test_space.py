@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import find, move_, stacks
+from quotient_manifolds.symmetries import GL, Symmetries, find, move_, pair, slot, stacks
 from sharpness.measures import MEASURES
 from tests import networks
 from tests.architectures import transformers_model
@@ -220,3 +220,21 @@ def test_zero_weights_have_no_part_in_a_random_direction(measure):
         found = space.direction(xi := space.random(torch.Generator().manual_seed(0))).tensors
     assert not found["bias"].any()
     assert (found["weight"] / model.weight).norm().detach() == pytest.approx(space.norm(xi))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_a_pair_may_have_a_part_of_a_weight_with_an_odd_number_of_entries(n):
+    """Its part did not move: the other entries of the weight were written after it, and its old values with them."""
+    model = nn.Sequential(nn.Linear(n, n, bias=False), nn.Linear(n, n, bias=False))
+    G, H = slot(model, "1.weight", columns=slice(0, 2)), slot(model, "0.weight", slice(0, 2), transpose=True)
+    space = sharpness.WeightSpace(model, MEASURES["geodesic-inv"], Symmetries((pair([G], [H], GL(2)),)))
+    v = space.random(torch.Generator().manual_seed(0))
+    with space.attached():
+        velocity = space.push_forward_to_copies(v)
+        for patch, c in space.each(v):
+            if patch.pairs:
+                u = patch._vector(c)
+                torch.testing.assert_close(patch.stack.gather(velocity), u)
+                space.move_to(v)
+                torch.testing.assert_close(patch.stack.gather(space.copies), patch.retract(u))
+                assert not torch.allclose(patch.stack.gather(space.copies), patch.tangent.x)
