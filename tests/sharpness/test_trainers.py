@@ -180,7 +180,7 @@ def test_under_autocast(tmp_path, capsys):
         for e in made.state.log_history
         if "sharpness/gradient-norm" in e and e["step"] == 4
     ]
-    assert logged == pytest.approx(value, rel=1e-3)
+    assert logged == pytest.approx(value, rel=0.05)  # both are in half precision, rounded at other places
 
 
 def test_a_callback_belongs_to_one_trainer(tmp_path):
