@@ -19,7 +19,7 @@ LONG = (
     "test_optim.py", "test_fuzz.py", "test_newcomers.py", "test_examination.py", "test_registry.py",
     "test_adapters.py", "test_measures.py", "test_parameters.py", "test_testing.py", "test_packaging.py",
     "test_examples.py", "test_restricted.py", "test_perturb.py", "test_means.py", "test_compare.py", "test_sameness.py",
-    "test_verdicts.py", "test_pymanopt.py", "test_trainers.py",
+    "test_verdicts.py", "test_pymanopt.py", "test_trainers.py", "test_spectra.py",
 )  # fmt: skip
 ORDER = {name: i - len(FORKING + LONG) for i, name in enumerate(FORKING + LONG)}
 
