@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import in_double
+from quotient_manifolds.notebook import Bar, html_table
 from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries, canonical_form
 from quotient_manifolds.symmetries.registry import candidates, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
@@ -215,14 +216,25 @@ class LayerShares(list[LayerShare]):
         found = {part: sum(s.share for s in self if s.part == part) for part in PARTS}
         return {part: share for part, share in found.items() if share > 0}
 
-    def __str__(self) -> str:
+    def _by_layer(self) -> tuple[list[str], dict[str, list[float | None]]]:
+        """Return the parts that there are, and their shares in every layer."""
         sums: dict[tuple[str, str], float] = {}
         for s in self:
             sums[s.layer, s.part] = sums.get((s.layer, s.part), 0.0) + s.share
         parts = [part for part in PARTS if any(part == other for _, other in sums)]
+        layers = dict.fromkeys(layer for layer, _ in sums)
+        return parts, {layer: [sums.get((layer, part)) for part in parts] for layer in layers}
+
+    def _repr_html_(self) -> str:
+        """Show percentages with bars in a notebook."""
+        parts, layers = self._by_layer()
+        rows = [[name, *(None if s is None else Bar(100 * s) for s in shares)] for name, shares in layers.items()]
+        return html_table(["layer", *(f"{part}, %" for part in parts)], rows)
+
+    def __str__(self) -> str:
+        parts, layers = self._by_layer()
         rows = [["layer", *parts]]
-        for layer in dict.fromkeys(layer for layer, _ in sums):
-            shares = [sums.get((layer, part)) for part in parts]
+        for layer, shares in layers.items():
             rows.append([layer, *("" if share is None else f"{share:.1%}" for share in shares)])
         return aligned(rows)
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
+from quotient_manifolds.notebook import Bar, html_table
 from quotient_manifolds.symmetries import Symmetries
 
 from .direction import PARTS, Direction, LayerShare, LayerShares
@@ -205,6 +206,16 @@ class SharpnessResult:
         path : str or path
         """
         write_json(path, self.to_dict())
+
+    def _repr_html_(self) -> str:
+        """Show a row for each radius, with the share of each part of the network, in a notebook."""
+        parts = [self[rho] for rho in self.rhos]
+        rows = [
+            [p.measure.name, p.rhos[0] or None, Bar(float(p)), fmean(b.base_loss for b in p.batches),
+             fmean(b.worst_loss for b in p.batches)] for p in parts
+        ]  # fmt: skip
+        head = ["measure", "ρ", self.statistic.title, "loss", "largest loss"]
+        return html_table(head, rows, [*doubts(self), *self.remarks])
 
     def __str__(self) -> str:
         """Show the answer, a line for each radius, and what else was noticed."""

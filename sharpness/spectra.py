@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import as_count
+from quotient_manifolds.notebook import Bar, html_table
 from quotient_manifolds.passes import tensors
 from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import plain_class, preserve_model_state
@@ -79,6 +80,11 @@ class Spectrum:
         """Return everything as plain numbers, strings, lists and dicts."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
+
+    def _repr_html_(self) -> str:
+        """Show the eigenvalues with bars in a notebook."""
+        rows = [[i, Bar(value)] for i, value in enumerate(self.eigenvalues, 1)]
+        return html_table(["", f"eigenvalue, {MATRICES[self.matrix]} ({self.measure.name})"], rows, self.remarks)
 
     def __str__(self) -> str:
         """Show the eigenvalues, and what else was noticed."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import at_least_float32, differentiated, in_double, standard_normal
+from ..notebook import html_table
 from ..passes import Run
 from .pairs import Cause, SymmetricPair
 from .slots import random_elements
@@ -141,6 +142,16 @@ class Certificate:
         if by_gradient:
             worst = max(by_gradient, key=lambda p: self.residuals[p])
             raise NotASymmetryError(worst, self.residuals[worst], self.tolerance)
+
+    def _repr_html_(self) -> str:
+        """Show every symmetry with its residual and the change of outputs, the worst first, in a notebook."""
+        every = dict.fromkeys([*self.residuals, *self.changes])
+        bad = set(self.failures)
+        rows = [
+            [s.label, self.residuals.get(s), self.changes.get(s), "no symmetry" if s in bad else "symmetry"]
+            for s in sorted(every, key=lambda s: (s not in bad, -self.changes.get(s, 0.0), s.label))
+        ]
+        return html_table(["symmetry", "residual", "change", "verdict"], rows, str(self).splitlines())
 
     def __str__(self) -> str:
         by_gradient, by_moves = self._beyond_rounding()

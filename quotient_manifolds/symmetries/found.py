@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..notebook import Bar, html_table
 from ..weights import unwrapped
 from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
 
@@ -173,12 +174,23 @@ class Symmetries:
         actions = _closed([a for a in self.actions if a.kind in kinds])
         return replace(self, pairs=tuple(p for p in self.pairs if p.kind in kinds), actions=tuple(actions))
 
-    def __str__(self) -> str:
+    def _lines(self) -> Counter[tuple[str, str]]:
+        """Count claims by their place and what is said of them."""
         lines: Counter[tuple[str, str]] = Counter()
         for p in self.claims:
             place = p.name if p.head is None else f"{p.module} {p.kind}"
             what = f"none ({p.reason})" if isinstance(p, Refusal) else f"{p.group}, {p.n}+{p.m} rows"
             lines[place, what] += 1
+        return lines
+
+    def _repr_html_(self) -> str:
+        """Show the kinds with their dimensions, and the layers, in a notebook."""
+        kinds = html_table(["kind", "dimension"], [[kind, Bar(size)] for kind, size in self.dimensions.items()])
+        layers = [[place, count, what] for (place, what), count in self._lines().items()]
+        return kinds + html_table(["layer", "heads", "what acts on them"], layers)
+
+    def __str__(self) -> str:
+        lines = self._lines()
         wide = max((len(place) for place, _ in lines), default=0)
         rows = [f"{place:<{wide}}  {count:>3} × {what}" for (place, what), count in lines.items()]
         return "\n".join(rows) or "no symmetric pairs"
