@@ -17,6 +17,8 @@ from .batch_loss import BatchLoss
 from .curvature import HessianOperator
 from .errors import blocks
 
+__all__ = ["Average", "AverageResult", "Curvature", "CurvatureResult", "GradientNorm", "Statistic"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:

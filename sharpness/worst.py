@@ -14,6 +14,8 @@ from .options import Search
 from .space import WeightSpace
 from .statistic import BatchResult, known_of, random_direction, show
 
+__all__ = ["Worst", "WorstResult"]
+
 #: Number of times that the radius is halved to look for a larger loss inside the ball.
 _HALVINGS = 12
 
