@@ -209,7 +209,7 @@ class WeightSpace:
         Pairs come last: a patch of a whole weight writes where they have a part of it.
         """
         parts = dict(zip(self.patches, [None] * len(self.patches) if v is None else v.split(self._sizes), strict=True))
-        return ((patch, parts[patch]) for patch in self._in_order)
+        return zip(self._in_order, map(parts.__getitem__, self._in_order), strict=True)
 
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
