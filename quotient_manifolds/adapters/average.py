@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..linalg import as_count, at_least_float32, in_double
 from ..symmetries import PairStack, Symmetries, adapter_pairs, stacks
+from ..symmetries.canonical import write_values
 from ..weights import pointing_to, trained, weights_of
 from .products import Factors, balanced, product_svd
 
@@ -111,7 +112,8 @@ class QuotientEMA:
             U, sigma, V = product_svd(G, H)
             size = self.rank or 2 * stack.group.h
             root = sigma[..., None, :size].sqrt()
-            means.append((self._stored(stack, U[..., :size] * root), self._stored(stack, V[..., :size] * root)))
+            like = weights[stack.names[0]]
+            means.append((_stored(U[..., :size] * root, like), _stored(V[..., :size] * root, like)))
             cut.append(keep * self._cut[i] + sigma[..., size:].norm(dim=-1).cpu())
         others = {name: p.detach().to(at_least_float32(p.dtype), copy=True) for name, p in weights.items()}
         if keep:
@@ -122,10 +124,6 @@ class QuotientEMA:
         """Return s G and H of a stack in float64."""
         G, H = in_double(stack.gather(weights)).split([stack.n, stack.m], dim=-2)
         return G * G.new_tensor([p.scale for p in stack.pairs]).view(-1, 1, 1), H
-
-    def _stored(self, stack: PairStack, side: Tensor) -> Tensor:
-        weight = weights_of(self.model)[stack.names[0]]
-        return side.to(weight.device, at_least_float32(weight.dtype))
 
     # -- the averaged weights --------------------------------------------------------------------------------------
 
@@ -151,9 +149,7 @@ class QuotientEMA:
     @torch.no_grad()
     def copy_(self) -> None:
         """Write the averaged weights to the model."""
-        weights = weights_of(self.model)
-        for name, value in self.values().items():
-            weights[name].copy_(value)
+        write_values(weights_of(self.model), self.values())
 
     def lost(self) -> dict[str, float]:
         """Bound, for every pair, how far :meth:`values` is from the exact mean, relative to the size of the product.
@@ -180,9 +176,9 @@ class QuotientEMA:
         shapes = [[(len(s), rows) for rows in (s.n, s.m)] for s in self._stacks]
         if [[tuple(side.shape[:2]) for side in mean] for mean in state["means"]] != shapes and state["count"]:
             raise ValueError("the state is of other adapters than the model has")
-        self._means = [
-            (self._stored(s, G), self._stored(s, H)) for s, (G, H) in zip(self._stacks, state["means"], strict=False)
-        ]
+        weights = weights_of(self.model)
+        like = [weights[stack.names[0]] for stack in self._stacks]
+        self._means = [(_stored(G, w), _stored(H, w)) for w, (G, H) in zip(like, state["means"], strict=False)]
         self.count, self._cut, self._others = int(state["count"]), list(state["cut"]), dict(state["others"])
 
     def callback(self) -> Any:
@@ -205,3 +201,8 @@ class QuotientEMA:
                     torch.save(ema.state_dict(), Path(args.output_dir, f"checkpoint-{state.global_step}", _FILE))
 
         return AverageCallback()
+
+
+def _stored(side: Tensor, like: Tensor) -> Tensor:
+    """Put a factor of a mean where the weights are, in float32 at least."""
+    return side.to(like.device, at_least_float32(like.dtype))
