@@ -72,11 +72,16 @@ def is_point(p: Tensor) -> TypeGuard[Any]:
     return isinstance(p, ManifoldParameter)
 
 
+def _all_begin(model: nn.Module, prefix: str) -> bool:
+    """Return whether a model has parameters and the names of all of them begin so; most often the first one tells."""
+    names = (name.replace("_orig_mod.", "") for name, _ in model.named_parameters())
+    return next(names, "").startswith(prefix) and all(name.startswith(prefix) for name in names)
+
+
 def plain_names(model: nn.Module) -> Callable[[str], str]:
     """Return what strips the prefixes of ``torch.compile``, and of wrappers such as DDP, from a model's names."""
-    names = [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]
     prefix = ""
-    while names and all(name.startswith(f"{prefix}module.") for name in names):  # else a layer has this name
+    while _all_begin(model, f"{prefix}module."):  # else a layer has this name
         prefix += "module."
     return lambda name: f"{name}.".replace("_orig_mod.", "").removeprefix(prefix).removesuffix(".")
 

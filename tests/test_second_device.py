@@ -331,7 +331,9 @@ BY_DEFAULT = (
 )
 
 #: Calls that move between devices only where one of them has no double precision.
-RARE = ("average", "points", "heads as points", "examined", "along the worst of the whole")
+RARE = (
+    "average", "points", "heads as points", "examined", "along the worst of the whole", "derivatives of the whole",
+)  # fmt: skip
 
 #: Calls that are much like others.
 ALIKE = {"euclidean", "adaptive", "complete-inv"}

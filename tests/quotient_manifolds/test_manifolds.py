@@ -350,8 +350,9 @@ SIZES = {torch.float32: (2.0**-66, 2.0**63), torch.float64: (2.0**-498, 2.0**498
 NAMES = [(manifold, name) for manifold in ALL for name in operations(manifold)]
 
 
-@pytest.mark.parametrize(("manifold", "name"), NAMES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("manifold", "name", "dtype"), [(*named, dtype) for named, dtype in checkered(NAMES, SIZES)], ids=str
+)
 def test_operations_are_homogeneous(manifold, name, dtype):
     """1e-20 to 1e19 in float32, 1e-150 to 1e150 in float64, equal for both factors or not."""
     operation, power = operations(manifold)[name]

@@ -430,7 +430,10 @@ def interrupted(run, moment, seen=None, end=False):
 
 
 def test_an_interrupt_at_every_bytecode_of_the_clean_up():
-    """And, by the way, at some between that of the first copy of the weights and the last one."""
+    """And, by the way, at some between that of the first copy of the weights and the last one.
+
+    Every run of the tests takes each third one, and all of them if exhaustive.
+    """
     model, batches = small()
     before, seen, end = state(model), [], []
 
@@ -442,7 +445,7 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
     last = len(seen) - seen[::-1].index("missing")  # what is done for every batch ends with this method of Evidence
     assert seen[last:].count("put_back") > 50
     assert seen[last:].count("restore") > 200  # of one whole clean-up; after it the second has nothing left to do
-    for moment in range(1, last, 7 if EXHAUSTIVE else 41):
+    for moment in range(1, last, 7 if EXHAUSTIVE else 97):
         assert interrupted(run, moment)
         assert same(state(model), before), f"bytecode {moment}"
     interrupted(run, 0, end, end=True)  # the same bytecodes, without watching those that come before
@@ -450,7 +453,7 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
     moment = len(end) - (len(seen) - last)
     while interrupted(run, moment, end=True):
         assert same(state(model), before), f"bytecode {moment} of the end"
-        moment += 1
+        moment += 1 if EXHAUSTIVE else 3
     assert moment >= len(end)
 
 

@@ -14,7 +14,7 @@ from quotient_manifolds.symmetries.whole import (
 )
 from quotient_manifolds.weights import weights_of
 from tests import architectures
-from tests.extent import EXHAUSTIVE
+from tests.extent import EXHAUSTIVE, share
 from tests.whole_networks import BACKBONES, TIMM, TRANSFORMERS, build, by_kind, count, headed, heads, symmetries_of
 
 NETWORKS = [(f, n) for f, (*_, usual) in BACKBONES.items() for n in (heads(f) if EXHAUSTIVE else [usual])]
@@ -124,7 +124,7 @@ def test_every_parameter_has_a_place(family):
     assert {b.name for b in slots} == set(weights_of(model))
 
 
-@pytest.mark.parametrize(("family", "name"), NETWORKS)
+@pytest.mark.parametrize(("family", "name"), share(NETWORKS, 2))
 def test_a_backbone_is_wired_under_every_head(family, name):
     """Each kind of symmetry, by gradient and by moves: of language models, and towers of images and text."""
     model, batch = headed(family, name)
