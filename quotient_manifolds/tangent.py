@@ -106,6 +106,10 @@ class GLTangentSpace(TangentSpace):
         xi, eta = u.split(self._rows, dim=-2)
         return (xi, eta) if maps is None else (xi @ maps[0], eta @ maps[1])
 
+    def _mapped(self, u: Tensor, maps: Pair | None) -> Tensor:
+        """Multiply both parts from the right, and stack their rows."""
+        return u if maps is None else torch.cat(self._times(u, maps), dim=-2)
+
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """Compute Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H), W = (M⁻¹, N⁻¹) for inv, (N, M) for mix; (…) or (…, 1, 1)."""
         there = self._times(u, self._isometry)
@@ -220,15 +224,15 @@ class GLTangentSpace(TangentSpace):
         In canonical gauge they are :math:`ξ Σ^{-1/2}` (inv) or :math:`ξ Σ^{1/2}` (mix). Absent directions (σ_i = 0)
         have coordinate 0.
         """
-        return torch.cat(self._times(u, self._isometry), dim=-2) * self._row(-1)
+        return self._mapped(u, self._isometry) * self._row(-1)
 
     def from_coordinates(self, c: Tensor) -> Tensor:
         """Invert :meth:`coordinates`, except for absent directions; shape of c."""
-        return torch.cat(self._times(c * self._row(), self._inverse_isometry), dim=-2)
+        return self._mapped(c * self._row(), self._inverse_isometry)
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
         """Return the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
-        return torch.cat(self._times(e, _adjoint(self._inverse_isometry)), dim=-2) * self._row()
+        return self._mapped(e, _adjoint(self._inverse_isometry)) * self._row()
 
     # For every ascent step: large tensors are sums of point, vector and gradient, each times an h × h matrix.
 
@@ -236,7 +240,10 @@ class GLTangentSpace(TangentSpace):
         """Project coordinates onto those of horizontal vectors, in canonical gauge; shape of c."""
         (G, H), (xi, eta), row = self._local.factors, self._times(c, None), self._row()
         L, inverse = self._local.vertical_part(G.mH @ xi * row, H.mH @ eta * row), self._row(-1)
-        return _sum(self.split(c * self.present.unsqueeze(-2)), ((G, H), (L * inverse, -L.mH * inverse)))
+        out = c * self.present.unsqueeze(-2)
+        for part, X, V in zip(self._times(out, None), (G, H), (L, -L.mH), strict=True):
+            _add_product_(part, X, V * inverse)
+        return out
 
     def retr_coordinates(self, c: Tensor) -> Tensor:
         """Return ``retr(from_coordinates(c))``, in canonical gauge."""
@@ -294,7 +301,12 @@ def _adjoint(by: Pair | None) -> Pair | None:
 def _write_sum(out: Tensor, *products: Pair) -> None:
     """Write Σ X A into ``out``, for small matrices A."""
     for k, (X, A) in enumerate(products):
-        if out.dim() == X.dim() == A.dim() == 3:
-            out.baddbmm_(X, A, beta=min(k, 1))
-        else:
-            out.copy_(out + X @ A if k else X @ A)
+        _add_product_(out, X, A, beta=min(k, 1))
+
+
+def _add_product_(out: Tensor, X: Tensor, A: Tensor, *, beta: int = 1) -> None:
+    """Write β out + X A into ``out``; matrices of three dimensions need one pass."""
+    if out.dim() == X.dim() == A.dim() == 3 and len(out) == len(X) == len(A):
+        out.baddbmm_(X, A, beta=beta)
+    else:
+        out.copy_(out + X @ A if beta else X @ A)

@@ -113,7 +113,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
             losses = [found] if isinstance(found, Tensor) else found
             first, second = _with_product(losses, space.parameters, velocity)
         # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
-        product = space.pull_back_from_copies(second, None)
+        product = space.pull_back_from_copies(second, None, space.empty())
         with torch.no_grad(), torch.autocast(space.device.type, enabled=False):
             for (patch, part), (_, c) in zip(space.each(product), space.each(v), strict=True):
                 if patch.pairs:  # others move along straight lines

@@ -104,10 +104,12 @@ class PushForward(_OnSpace):
         for name, p in space.parameters.items():
             if p.is_complex():
                 raise ValueError(f"parameter {name!r} is complex, and curvlinops does not multiply such; freeze it")
-        super().__init__(space, [(space.dim,)], [tuple(p.shape) for p in space.parameters.values()])
+        super().__init__(
+            space, [(patch.dim,) for patch in space.patches], [tuple(p.shape) for p in space.parameters.values()]
+        )
 
     def _column(self, x: list[Tensor]) -> list[Tensor]:
-        return list(self.space.push_forward_to_copies(x[0]).values())
+        return list(self.space.push_forward_to_copies(x).values())
 
     def _adjoint(self) -> PyTorchLinearOperator:
         return _PullBack(self)
@@ -122,7 +124,9 @@ class _PullBack(_OnSpace):
 
     def _column(self, x: list[Tensor]) -> list[Tensor]:
         gradient = dict(zip(self.space.parameters, x, strict=True))
-        return [self.space.pull_back_from_copies(gradient, None)]
+        # One whole vector would be new memory in each product, which takes 6 % of a product's time on MiniLM.
+        parts = [torch.empty(patch.dim, dtype=self.dtype, device=self.device) for patch in self.space.patches]
+        return self.space.pull_back_from_copies(gradient, None, parts)
 
     def _adjoint(self) -> PyTorchLinearOperator:
         return self._forward

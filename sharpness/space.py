@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from .points import check_points
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
+#: A vector, whole or as the list of its parts.
+V = TypeVar("V", Tensor, list[Tensor])
 HIDES = "checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False, or freeze weights without use"
 
 
@@ -203,12 +205,14 @@ class WeightSpace:
         """Return a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
-    def each(self, v: Tensor | None) -> Iterator[tuple[Patch, Any]]:
+    def each(self, v: Tensor | Sequence[Tensor] | None) -> Iterator[tuple[Patch, Any]]:
         """Iterate over the patches, each with its part of a vector, (dim,); with None for None, the base point.
 
-        Pairs come last: a patch of a whole weight writes where they have a part of it.
+        The vector may come as the list of its parts. Pairs come last: a patch of a whole weight writes where they have
+        a part of it.
         """
-        parts = dict(zip(self.patches, [None] * len(self.patches) if v is None else v.split(self._sizes), strict=True))
+        each = [None] * len(self.patches) if v is None else v.split(self._sizes) if isinstance(v, Tensor) else v
+        parts = dict(zip(self.patches, each, strict=True))
         return zip(self._in_order, map(parts.__getitem__, self._in_order), strict=True)
 
     @torch.no_grad()
@@ -352,10 +356,10 @@ class WeightSpace:
             The loss depends on none of the weights.
         """
         gradient = self.differentiate([losses] if isinstance(losses, Tensor) else losses)
-        return self.pull_back_from_copies(gradient, self._at)
+        return self.pull_back_from_copies(gradient, self._at, self.empty())
 
     @torch.no_grad()
-    def push_forward_to_copies(self, v: Tensor) -> dict[str, Tensor]:
+    def push_forward_to_copies(self, v: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the velocity of the attached model's weights at the base point, by name, along a vector, (dim,).
 
         It belongs to :attr:`copies`, whose factors are canonical, as derivatives of the attached model do; not to the
@@ -369,14 +373,11 @@ class WeightSpace:
         return out
 
     @torch.no_grad()
-    def pull_back_from_copies(
-        self, gradient: dict[str, Tensor], at: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        """Pull a gradient with respect to the attached model's weights at R(at) back, patch by patch, to (dim,).
+    def pull_back_from_copies(self, gradient: dict[str, Tensor], at: Tensor | None, out: V) -> V:
+        """Pull a gradient with respect to the attached model's weights at R(at) back to ``out``, (dim,), or its parts.
 
-        It is written to ``out``, if given. Each tensor of the gradient is freed after its last patch.
+        Each tensor of the gradient is freed after its last patch.
         """
-        out = self.empty() if out is None else out
         with torch.autocast(self.device.type, enabled=False):
             for (patch, part), (_, c), last in zip(self.each(out), self.each(at), self._last_used, strict=True):
                 patch.pull_back_(part, gradient, c)
