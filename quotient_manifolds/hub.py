@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -59,7 +60,8 @@ class Repository:
         if sizes := [size for name in absent if (size := self.files.get(name))]:
             what = f"{len(sizes)} file{'s' * (len(sizes) > 1)}, {sum(sizes) / 1e6:.3g} MB"
             said = f"fetching {what}, of {self.name} at {self.commit[:12]} from {constants.ENDPOINT}"
-            print(said, file=sys.stderr, flush=True)
+            if os.environ.get("RANK", "0") == "0":  # of the processes of torchrun the first one
+                print(said, file=sys.stderr, flush=True)
         weights = {name for name in files if name.endswith(".safetensors")}
         noted = self.revision == self.commit or _read(self.place.parents[1] / "refs" / self.revision) == self.commit
         parts = ({*files} - weights, weights) if absent or not (noted or self.absence) else ()
@@ -138,6 +140,13 @@ def repository(name: str, kind: Kind, extra: str) -> Repository:
         blob = place / "blobs" / str(file.lfs.sha256 if file.lfs else file.blob_id)
         sizes[file.rfilename] = 0 if blob.is_file() else file.size or 0
     return Repository(own, kind, revision, found.sha, place / "snapshots" / found.sha, sizes)
+
+
+def look_up(kind: Kind, extra: str, *names: str) -> None:
+    """Raise for a name of the Hub that cannot be read, before libraries are imported that take seconds."""
+    for name in names:
+        if is_name(name, 4 if kind == "dataset" else 2):
+            repository(name, kind, extra)
 
 
 def _read(path: Path) -> str:

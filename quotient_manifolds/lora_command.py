@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from .hub import look_up
 
 #: The commands, with what they ask for and do.
 _COMMANDS = {
@@ -35,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of the process; an error is one line, with exit code 2."""
     options = vars(_parser().parse_args(arguments))
     name, as_json = options.pop("command"), options.pop("json", False)
+    asked = [options[part] for part in _COMMANDS[name][0].split()]
     try:
+        look_up("model", "lora", *itertools.chain(*([one] if isinstance(one, str) else one for one in asked)))
         from . import adapters  # torch, which --help does not need
 
         found = getattr(adapters, name)(**options)

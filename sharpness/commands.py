@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import shutil
+import sys
 from dataclasses import asdict, fields, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -70,8 +71,10 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         revision behind an @); a .safetensors or .pt file with tensors x and y, or with inputs and labels of
         transformers; module:function, a function of yours that returns batches.
     """
-    from quotient_manifolds.hub import is_name
+    from quotient_manifolds.hub import is_name, look_up
 
+    look_up("model", "transformers", model)
+    look_up("dataset", "datasets", data)
     from . import losses, models, plots
     from .data import check_source
     from .distributed import World, torchrun
@@ -128,6 +131,14 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
             if own.report is not None:
                 print(f"report: {own.report}")
     return 0
+
+
+def _at_commits(*names: str) -> tuple[list[str], list[str]]:
+    """Return names of the Hub with the commits that they have now, whose files are fetched, and remarks that say so."""
+    from quotient_manifolds.hub import fetch_model, is_name
+
+    found = [fetch_model(name).pinned if is_name(name) else name for name in names]
+    return found, [f"- {name} is {at}" for name, at in zip(names, found, strict=True) if name != at]
 
 
 def _of(kind: Any, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +198,7 @@ def compare(
     modulo
         heads: the factors of every head; all: every known symmetry, and the order of heads and neurons.
     """
+    (one, other), remarks = _at_commits(one, other)
     from quotient_manifolds.symmetries import model_distance
 
     from .models import load
@@ -203,7 +215,7 @@ def compare(
     kinds = list(dict.fromkeys(p.kind for p in found.pairs))
     rows = [[layer, *(f"{d[kind]:.4g}" if kind in d else "" for kind in kinds)] for layer, d in layers.items()]
     print(aligned([["layer", *kinds], *rows]))
-    say((f"- not compared: {name}: {reason}" for name, reason in found.skipped.items()), "33")
+    say([f"- not compared: {name}: {reason}" for name, reason in found.skipped.items()] + remarks, "33")
     return 0
 
 
@@ -227,13 +239,14 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
     out
         Table (.csv) of the distances by kind of weight, before and after the alignment, relative to all weights.
     """
+    if out is not None:
+        check_file(out)
+        check_apart(out, (one, other))
+    (one, other), remarks = _at_commits(one, other)
     from .files import write_text
     from .models import load
     from .sameness import judge
 
-    if out is not None:
-        check_file(out)
-        check_apart(out, (one, other))
     two = [load(name) if model is None else load(model, name) for name in (one, other)]
     with naming(f"{one} and {other} cannot be compared"):
         found = judge(*two)
@@ -242,7 +255,8 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
     say([found.verdict.value], "1")
     print(*found.evidence, sep="\n")
     if out is not None and found.distances.empty:
-        say([f"- there are no distances to write to {out}: the weights could not be aligned"], "33")
+        remarks.append(f"- there are no distances to write to {out}: the weights could not be aligned")
+    say(remarks, "33")
     return 0 if found.verdict.same else 1
 
 
@@ -283,6 +297,7 @@ def symmetries(
     json
         Print every continuous symmetry as JSON, for other programs.
     """
+    (model,), remarks = _at_commits(model)
     from quotient_manifolds.symmetries import ALL, check_coverage, default_forward, find, to_json
     from quotient_manifolds.symmetries import verify as certify
     from quotient_manifolds.symmetries.discovery import PAIRS
@@ -296,6 +311,7 @@ def symmetries(
     with naming(f"{model} cannot be examined; --data gives it other inputs"):
         found = find(network, batch, kinds=ALL if complete or json else PAIRS)
         print(to_json(found) if json else found.table() if complete else found)
+        say(remarks, "33", sys.stderr)
     if json and verify:
         raise ValueError("--json prints nothing but symmetries; leave out --verify")
     if not verify:
@@ -328,6 +344,9 @@ def canonicalize(model: str, *, out: Path) -> int:
     out
         New folder to write.
     """
+    if out.exists():
+        raise ValueError(f"--out {out} exists already; give a new folder")
+    (model,), remarks = _at_commits(model)
     import torch
 
     from quotient_manifolds.symmetries import canonicalize_
@@ -339,8 +358,6 @@ def canonicalize(model: str, *, out: Path) -> int:
     network: Any = loaded.model
     if loaded.folder is None or loaded.example is None:
         raise ValueError(f"{model}: only models of transformers, for images or texts, can be saved in canonical form")
-    if out.exists():
-        raise ValueError(f"--out {out} exists already; give a new folder")
     with torch.no_grad():
         before = network(**loaded.example)[0].double()
         folded = canonicalize_(network)
@@ -358,6 +375,7 @@ def canonicalize(model: str, *, out: Path) -> int:
             shutil.copy(path, out)
     print(f"{folded.table()}\nlargest relative change of an output {change:.0e}")
     print(f"LoRA adapters of {model} change other outputs on the new weights: merge them into {model} before")
+    say(remarks, "33")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +65,13 @@ def spectrum(
     quiet
         Show no progress.
     """
+    from quotient_manifolds.hub import is_name, look_up
+
+    look_up("model", "transformers", model)
+    look_up("dataset", "datasets", data)
     from . import losses, models
+    from .data import check_source
+    from .hub_data import pinned_data
     from .measures import get_measure
     from .plots import plot_spectrum
     from .spectra import spectrum
@@ -82,6 +89,9 @@ def spectrum(
     if plot is not None:
         with require_extra("a picture needs matplotlib", "plot"):
             import matplotlib  # noqa: F401
+    if is_name(model):
+        check_source(data)  # before gigabytes are fetched
+    choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, checkpoint)
     loaded, where = models.load(model, checkpoint), models.checked_device(device)
     network, batches = models.move(loaded.model, where), choice.load(loaded, where)
     remarks = [*loaded.remarks, *batches.remarks]

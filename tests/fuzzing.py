@@ -62,6 +62,7 @@ run bert dev.tsv --text sentence --measure adaptive --rho 0.1 --steps 2 --batch-
 run vit pics --measure gradient-norm --quiet --out out.json
 """ + 2 * """
 sweep sweep.json --quiet --out out
+spectrum bert dev.tsv --text sentence --num-examples 8 --measure adaptive --k 1 --quiet --out out.json
 run bert dev.tsv --text sentence --measure gradient-norm --quiet --out bert/model.safetensors
 symmetries bert
 compare bert bert
@@ -596,6 +597,11 @@ def calls(rng, world):
                              "micro_batch": None, "group": None}),
         (sharpness.average, {**inputs, "loss_fn": None, "measure": "adaptive", "rho": 0.1, "num_samples": 2,
                              "seed": 0}),
+        (sharpness.spectrum, {**inputs, "loss_fn": None, "measure": "adaptive", "matrix": "hessian", "k": 1, "seed": 0,
+                              "micro_batch": None, "progress": False}),
+        (sharpness.measured, {**inputs, "quantities": ("gradient-norm", "geodesic-inv"), "loss_fn": None, "steps": 1,
+                              "before": None, "other": None}),
+        (sharpness.critical_sharpness, {**inputs, "loss_fn": None, "before": None, "passes": 4, "micro_batch": None}),
         (sharpness.gradient_norm, {**inputs, "loss_fn": None, "measure": "geodesic-inv", "symmetries": None}),
         (measured.to_json, {"path": "out"}),
         (optim.QuotientSGD, {**adam, "momentum": 0.9}), (optim.create_quotient_optimizer,
@@ -646,6 +652,8 @@ def calls(rng, world):
         "weights": [{}, {name: t[:1] for name, t in weights.items()}, {name: t.half() for name, t in weights.items()}],
         "measure": [*sharpness.MEASURES],
                "G": [[down, down], [up]],
+        "before": [{}, {name: t.detach()[:1] for name, t in weights.items()}, weights, {"x": x}],
+        "quantities": [["critical"], ["critical-relative"], ["geodesic-inv@0.2"], ["adaptive@x"], ["nope"], []],
         "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)],
         "geodesic": ["first-order", "exact", "rk4"],
                "symmetry": ["none"],

@@ -66,7 +66,6 @@ def test_a_defect_shows_where_it_is(monkeypatch, capsys):
         (["toy", "--out", ""], "the path is empty"),
         (["run", "bert-base-uncased", "x.tsv"], "has an owner: owner/name"),
         (["run", "owner/name", "tests.spread:batches"], "HF_HUB_OFFLINE forbids to fetch it"),
-        (["run", "owner/name", "x.tsv"], "there is no data at x.tsv"),
         (["run", "tests.spread:model", "owner/name/test"], "HF_HUB_OFFLINE forbids to fetch it"),
         (["run", "./no/such/folder", "tests.spread:batches"], "there is no folder './no/such/folder'"),
     ],

@@ -1,7 +1,10 @@
 """Models and data by their names on the Hub, which is one on this machine."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -92,6 +95,71 @@ def test_a_model_is_measured_as_its_folder_and_its_commit_is_known(hub, bert, tm
     assert [checkpoint.name for plan in plans for checkpoint in plan.checkpoints][1:] == [
         "someone/bert@v2", "someone/bert@v3", "someone/bert",
     ]  # fmt: skip
+
+
+def test_commands_that_write_no_file_print_the_commit(hub, bert, tmp_path, capsys):
+    commit = hub.push("someone/bert", bert)
+    said = f"- someone/bert is someone/bert@{commit}"
+    for line in ("compare bert someone/bert", "same someone/bert bert", "canonicalize someone/bert --out new"):
+        assert cli.main(line.split()) == 0
+        assert said in capsys.readouterr().out.splitlines()
+    assert cli.main(["symmetries", "someone/bert", "--json"]) == 0
+    found = capsys.readouterr()
+    assert said in found.err.splitlines()
+    assert json.loads(found.out)
+
+
+def test_a_spectrum_records_the_commits(hub, bert, tmp_path):
+    commit, data = hub.push("someone/bert", bert), texts(tmp_path)
+    options = ["--matrix", "ggn", "--k", "1", "--quiet", "--out", "s.json"]
+    assert cli.main(["spectrum", "someone/bert", data, *options]) == 0
+    found = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert found["model"]["name"] == f"someone/bert@{commit}"
+
+
+def test_of_several_processes_one_says_what_is_fetched(hub, bert, monkeypatch, capsys):
+    hub.push("someone/bert", bert)
+    monkeypatch.setenv("RANK", "1")
+    load("someone/bert")
+    assert "fetching" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "spectrum"])
+def test_data_that_are_not_there_are_known_before_a_model_is_fetched(command, hub, bert, tmp_path, capsys):
+    hub.push("someone/bert", bert)
+    assert cli.main([command, "someone/bert", "x.tsv"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no data at x.tsv" in said
+    assert "fetching" not in said
+
+
+#: Names that are not there, in every place where a command takes one.
+ABSENT = [
+    "run no/such dev.tsv", "run bert no/such/train", "spectrum no/such dev.tsv", "spectrum bert no/such/train",
+    "compare bert no/such", "same no/such bert", "symmetries no/such", "canonicalize no/such --out new",
+]  # fmt: skip
+
+
+def test_a_name_that_is_not_there_is_refused_before_torch_is_imported():
+    """Torch and what it brings take seconds."""
+    code = f"""
+import sys
+from quotient_manifolds import lora_command
+from sharpness import cli
+
+for line in {ABSENT}:
+    assert cli.main(line.split()) == 2, line
+assert lora_command.main(["merge", "one", "no/such", "--out", "new"]) == 2
+assert "torch" not in sys.modules
+assert cli.main(["compare", "not-here.pt", "nor-this.pt"]) == 2
+assert "torch" in sys.modules  # where a file is asked for it is imported: the line above can fail
+"""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no copy of no/such in the cache") == len(ABSENT) + 1
 
 
 def test_a_sweep_of_names(hub, bert, tmp_path):
