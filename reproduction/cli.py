@@ -12,7 +12,7 @@ from typing import Any
 from sharpness import cli
 from sharpness.cli import Parser, add_arguments, place
 from sharpness.data import DataChoice
-from sharpness.models import checked_device
+from sharpness.devices import checked_device
 from sharpness.study.plan import read_choice
 
 __all__ = ["main", "parser"]

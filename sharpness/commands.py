@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import aligned, naming, require_extra, say
-from .files import check_apart, check_file, write_json
+from .files import check_apart, check_file, files_of, write_json
 from .options import DataChoice, RunOptions, Search
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
 
     look_up("model", "transformers", model)
     look_up("dataset", "datasets", data)
-    from . import losses, models, plots
+    from . import devices, losses, models, plots
     from .data import check_source
     from .distributed import World, torchrun
     from .evaluation import measure_of
@@ -99,10 +99,10 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     if is_name(model):
         check_source(data)  # before gigabytes are fetched
     choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, own.checkpoint)
-    with torchrun(where := models.checked_device(own.device)) as group:
+    with torchrun(where := devices.checked_device(own.device)) as group:
         leader = World(group).rank == 0
         loaded = models.load(model, own.checkpoint)
-        network, batches = models.move(loaded.model, where), choice.load(loaded, where)
+        network, batches = devices.move(loaded.model, where), choice.load(loaded, where)
         remarks, how = [*loaded.remarks, *batches.remarks], {**asdict(search), **passes}
         written: dict[str, Any] = {"command": command, "versions": versions(), "settings": how, "remarks": remarks}
         say((f"- {remark}" for remark in remarks if leader), "33")
@@ -370,7 +370,7 @@ def canonicalize(model: str, *, out: Path) -> int:
         raise ValueError(f"the canonical form of {model} changes the outputs by {change:.1e}; it is not saved")
     with models.quiet():
         network.save_pretrained(out)
-    for path in models.files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
+    for path in files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
         if not (out / path.name).exists():
             shutil.copy(path, out)
     print(f"{folded.table()}\nlargest relative change of an output {change:.0e}")

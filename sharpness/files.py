@@ -142,3 +142,8 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
 def strings(row: Mapping[str, Any]) -> dict[str, str]:
     """Write values that are not strings as JSON; leave out those that are missing."""
     return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}
+
+
+def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """List the files directly in a folder whose names match a pattern."""
+    return sorted({p for pattern in patterns for p in folder.glob(pattern) if p.is_file()})

@@ -20,10 +20,10 @@ except ImportError:
     except ImportError as error:
         raise ImportError(f"the callback needs lightning: {how_to_install('lightning')} ({error})") from error
 
-__all__ = ["SharpnessCallback"]
+__all__ = ["SharpnessMonitor"]
 
 
-class SharpnessCallback(Callback):
+class SharpnessMonitor(Callback):
     """Log sharpness every so many steps, or at each validation; the training is the same as without it, bit for bit.
 
     Values go to all loggers of the trainer under the names of :func:`sharpness.measured`, by the number of steps that
@@ -84,7 +84,7 @@ class SharpnessCallback(Callback):
     ...     trainer = Trainer(
     ...         max_steps=2, logger=CSVLogger(folder), accelerator="cpu", enable_progress_bar=False,
     ...         enable_model_summary=False, enable_checkpointing=False,
-    ...         callbacks=[SharpnessCallback(batches, every=1, quantities=["adaptive"])],
+    ...         callbacks=[SharpnessMonitor(batches, every=1, quantities=["adaptive"])],
     ...     )
     ...     trainer.fit(Net(), loader)
     ...     text = next(pathlib.Path(folder).rglob("metrics.csv")).read_text(encoding="utf-8")

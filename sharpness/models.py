@@ -6,7 +6,6 @@ import functools
 import glob
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 
 from quotient_manifolds.files import naming_pointers
 from quotient_manifolds.hub import CLIP, PREFIXES, fetch_model, is_name
-from quotient_manifolds.passes import Shared, to_device
+from quotient_manifolds.passes import Shared
 from quotient_manifolds.weights import trained, weights_of
 
 from .checkpoints import Weights, read_tensors, unwrapped
 from .errors import called, how_to_install, naming, require_extra
+from .files import files_of
 from .losses import IGNORED
 
 __all__ = ["LoadedModel", "load"]
@@ -382,11 +382,6 @@ def image_transform(folder: Path, config: Any) -> Callable[[Any], Tensor]:
     return transform
 
 
-def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """List the files directly in a folder whose names match a pattern."""
-    return sorted({p for pattern in patterns for p in folder.glob(pattern) if p.is_file()})
-
-
 def _silence(undo: list[Callable[[], object]]) -> None:
     from transformers.utils import logging
 
@@ -399,20 +394,3 @@ def _silence(undo: list[Callable[[], object]]) -> None:
 
 #: Keep transformers from printing bars and tables: errors are reported in one sentence.
 quiet = Shared(_silence)
-
-
-def move(what: Any, device: torch.device | str) -> Any:
-    """Move a model or a batch to a device; say in a sentence what that cannot hold, such as Apple's float64."""
-    with naming(f"not everything can be moved to {device}"):
-        return what.to(device) if isinstance(what, nn.Module) else to_device(what, torch.device(device))
-
-
-def checked_device(name: torch.device | str) -> torch.device:
-    """Return a device of torch, after checking that it exists; under torchrun every process has a GPU of its own."""
-    with naming(f"the device {str(name)!r} cannot be used"):
-        device = torch.device(name)
-        if device.type == "cuda" and "LOCAL_RANK" in os.environ:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        torch.zeros((), device=device).item()
-    return device

@@ -69,7 +69,7 @@ def spectrum(
 
     look_up("model", "transformers", model)
     look_up("dataset", "datasets", data)
-    from . import losses, models
+    from . import devices, losses, models
     from .data import check_source
     from .hub_data import pinned_data
     from .measures import get_measure
@@ -92,8 +92,8 @@ def spectrum(
     if is_name(model):
         check_source(data)  # before gigabytes are fetched
     choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, checkpoint)
-    loaded, where = models.load(model, checkpoint), models.checked_device(device)
-    network, batches = models.move(loaded.model, where), choice.load(loaded, where)
+    loaded, where = models.load(model, checkpoint), devices.checked_device(device)
+    network, batches = devices.move(loaded.model, where), choice.load(loaded, where)
     remarks = [*loaded.remarks, *batches.remarks]
     say((f"- {remark}" for remark in remarks), "33")
     how: dict[str, Any] = {"matrix": matrix, "measure": measure, "k": k, "seed": seed, "micro_batch": micro_batch}

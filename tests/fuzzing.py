@@ -813,7 +813,7 @@ def run_case(surface, number, base):
         for patch in (
             warnings.catch_warnings(), within(world), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
             mock.patch("sharpness.models.load", load), mock.patch("sharpness.demo.train", never),
-            mock.patch("sharpness.study.tables._RESAMPLES", 30),  # these take the time of a table
+            mock.patch("sharpness.study.correlation._RESAMPLES", 30),  # these take the time of a table
             mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"),
         ):  # fmt: skip
             stack.enter_context(patch)

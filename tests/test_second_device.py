@@ -26,7 +26,7 @@ from quotient_manifolds.symmetries import (
 from quotient_manifolds.symmetries.discovery import PAIRS
 from quotient_manifolds.symmetries.whole import independence_test
 from reproduction import baselines
-from sharpness import models, plots
+from sharpness import devices, plots
 
 from . import networks
 from .architectures import adapted
@@ -402,7 +402,7 @@ def mixed():
                 x.double()
             for wide in (torch.nn.Linear(2, 2).double(), {"x": torch.ones(2, 2).double()}):
                 with pytest.raises(ValueError, match=f"not everything can be moved to {NAME}: .*float64"):
-                    models.move(wide, NAME)
+                    devices.move(wide, NAME)
         layer = torch.nn.Linear(2, 2)
         before = list(layer.parameters())
         assert not any(p is q for p, q in zip(layer.to(device).parameters(), before, strict=True))

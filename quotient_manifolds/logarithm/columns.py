@@ -36,9 +36,9 @@ def one_column(metric: Metric, n: int, x: Tensor, y: Tensor) -> tuple[Tensor, Te
         2 * torch.atan2(*(torch.linalg.vector_norm(z, dim=1, keepdim=True) for z in (f - e, f + e)))
         for e, f in zip(start, end, strict=True)
     ]
-    turn = math.sqrt(2) * torch.hypot(*angles)
-    u = _velocity(metric, start, end, angles, size, other, turn)
-    v = -_velocity(metric, end, start, angles, other, size, turn)
+    turn = _turn(angles)
+    u = _velocity(metric, start, end, angles, size, other)
+    v = -_velocity(metric, end, start, angles, other, size)
     lost = (turn >= math.pi) & (not metric.complete)
     return u, y * phase, v, torch.where(lost, size / (size + other), torch.inf)[:, 0, 0]
 
@@ -49,10 +49,14 @@ def _polar(x: Tensor, n: int) -> tuple[Tensor, Pair]:
     return sizes[0] * sizes[1], (x[:, :n] / sizes[0], x[:, n:] / sizes[1])
 
 
-def _velocity(
-    metric: Metric, start: Pair, end: Pair, angles: list[Tensor], size: Tensor, other: Tensor, turn: Tensor
-) -> Tensor:
+def _turn(angles: list[Tensor]) -> Tensor:
+    """Return by how much the geodesic turns, of the angles between the factors."""
+    return math.sqrt(2) * torch.hypot(*angles)
+
+
+def _velocity(metric: Metric, start: Pair, end: Pair, angles: list[Tensor], size: Tensor, other: Tensor) -> Tensor:
     """Return the first velocity of the geodesic from a point with the norm ``size`` to one with the norm ``other``."""
+    turn = _turn(angles)
     if metric.complete:
         growth, rate = (other / size).log() / 2, torch.ones_like(turn)
     else:

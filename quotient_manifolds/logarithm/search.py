@@ -232,11 +232,11 @@ def shortest(metric: Metric, n: int, x: Tensor, y: Tensor) -> Shortest:
     found = Shortest.nothing(x)
     size = max(1, _CHUNK // (_FIRST * x[0].numel() if len(x) else 1))
     for index in torch.arange(len(x), device=x.device).split(size):
-        found.put(index, _Search(metric, n, x[index], y[index]).best())
+        found.put(index, _OrbitSearch(metric, n, x[index], y[index]).best())
     return found
 
 
-class _Search:
+class _OrbitSearch:
     """The search for one chunk of a batch."""
 
     def __init__(self, metric: Metric, n: int, x: Tensor, y: Tensor) -> None:

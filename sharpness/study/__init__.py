@@ -6,10 +6,11 @@ results' folder, written completely or not at all, so any number of processes on
 folder, and may be killed.
 """
 
+from .correlation import kendall
 from .plan import Checkpoint, Sweep, read_config
 from .rows import read_failures, read_results, read_rows
 from .run import run_sweep
-from .tables import TARGETS, compare, kendall, measurements, per_model, plot_sweep, remarks, targets
+from .tables import TARGETS, compare, measurements, per_model, plot_sweep, remarks, targets
 
 __all__ = [
     "TARGETS",

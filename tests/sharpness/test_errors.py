@@ -259,7 +259,7 @@ def test_wherever_its_output_goes_a_command_ends_in_a_line_and_loses_nothing(lin
     monkeypatch.setattr("sharpness.demo.digits", lambda _: few * 2)
     monkeypatch.setattr("sharpness.demo.MOVES", {})
     monkeypatch.setattr("sharpness.demo.RADII", {"euclidean": 0.05})
-    monkeypatch.setattr("sharpness.study.tables._RESAMPLES", 30)
+    monkeypatch.setattr("sharpness.study.correlation._RESAMPLES", 30)
     for drawing in ("sharpness.demo.draw", "sharpness.plots.write_report", "sharpness.study.plot_sweep"):
         monkeypatch.setattr(drawing, lambda *given, **_: next(p for p in given if isinstance(p, Path)).touch())
     for name in ("quotient_manifolds.symmetries.model_distance", "sharpness.sameness.judge"):

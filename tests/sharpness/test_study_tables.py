@@ -406,7 +406,7 @@ def test_tables_fit_a_terminal(tmp_path, capsys, monkeypatch):
 
 def test_every_place_that_prints_a_result_says_what_limits_it(tmp_path, capsys, monkeypatch):
     """A sweep kept that an ascent had not converged, and no table or figure said so."""
-    monkeypatch.setattr("sharpness.study.tables._RESAMPLES", 30)
+    monkeypatch.setattr("sharpness.study.correlation._RESAMPLES", 30)
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     run = ["tests.sharpness.test_study_tables:network", "tests.sharpness.test_study_tables:batches"]

@@ -256,7 +256,7 @@ def fit(folder, *callbacks, validate=False, **options):
 
 def in_lightning(**options):
     options = {"quantities": QUANTITIES, "other": OTHERS, "steps": 2, "every": 3, **options}
-    return sharpness.lightning.SharpnessCallback(PAIRS, **options)
+    return sharpness.lightning.SharpnessMonitor(PAIRS, **options)
 
 
 def rows(folder):
