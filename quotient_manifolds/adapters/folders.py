@@ -146,7 +146,9 @@ class Adapter:
         config = peft.PeftConfig.from_peft_type(**self.config)
         known.add_adapter(name, config)
         found = peft.set_peft_model_state_dict(model, dict(self.state), adapter_name=name)
-        own = {key for key in found.missing_keys if f".{name}." in f"{key}."}
+        weights = {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)}
+        loaded = {p for key, p in weights.items() if key not in found.missing_keys}  # tied weights by one name
+        own = {key for key in found.missing_keys if f".{name}." in f"{key}." and weights.get(key) not in loaded}
         if lost := sorted({*found.unexpected_keys, *own}):
             known.delete_adapter(name)
             raise ValueError(f"the adapter does not fit {type(model).__name__}, which has not the same {lost[0]}")
@@ -216,6 +218,9 @@ class Adapter:
         A, B = (self.tensor(self.layers[layer][f]) for f in "AB")
         (r, scale), rows = self.rank_and_scale(layer), len(A)
         fits = rows == r or (rows % r == 0 and parameters(layer, self.config))
+        if A.dim() > 2 and B.dim() == A.dim() and rows == r > B.shape[1] > 0 == rows % B.shape[1]:
+            groups = rows // B.shape[1]
+            raise ValueError(f"{self.place}: {layer} is a convolution in {groups} groups, which have no common product")
         if A.dim() < 2 or B.dim() < 2 or rows != B.shape[1] or not fits:
             raise ValueError(f"{self.place}: {layer} has factors {[*A.shape]} and {[*B.shape]}, not of rank {r}")
         if not (A.is_floating_point() and B.is_floating_point()):

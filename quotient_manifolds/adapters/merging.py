@@ -288,6 +288,8 @@ def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iter
 
 def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
     """Return the mean of what is no product, over the adapters that have it."""
+    if not own:
+        raise ValueError(f"{key} is no product but a weight of its own, which only adapters of weight above 0 give")
     shapes = {str(p.place): tuple(p.tensor(key).shape) for p, _ in own}
     if len(set(shapes.values())) != 1:
         raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
@@ -298,10 +300,8 @@ def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
 
 
 def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the smallest dtype that holds the numbers of all; float8 has none with others, so it counts as float32."""
-    dtypes = {t.dtype for t in tensors}
-    if len(dtypes) > 1:
-        dtypes = {torch.float32 if d.is_floating_point and d.itemsize == 1 else d for d in dtypes}
+    """Return the smallest dtype that holds the numbers of all; float8 would lose percents, so it counts as float32."""
+    dtypes = (torch.float32 if t.is_floating_point() and t.element_size() == 1 else t.dtype for t in tensors)
     return reduce(torch.promote_types, dtypes)
 
 
@@ -360,10 +360,10 @@ def _check_alike(parents: list[Adapter], how: Method) -> None:
             warnings.warn(f"{first.place} is of the model {bases[0]!r}, {p.place} of {bases[1]!r}", stacklevel=3)
     magnitudes = [{key for key in p.others if "lora_magnitude_vector" in key} for p in parents]
     is_mean = how.name not in ("ties", "dare") and min(how.weights) >= 0 and abs(sum(how.weights) - 1) < 1e-6
-    if any(magnitudes) and rest and not (is_mean and all(m == magnitudes[0] for m in magnitudes)):
+    if any(magnitudes) and not (is_mean and all(m == magnitudes[0] for m in magnitudes)):
         raise ValueError(
-            "DoRA divides by the norm of the adapted weight, so that of several adapters only a mean is defined: all "
-            "have DoRA in the same layers, and weights are not negative and have the sum 1"
+            "DoRA divides by the norm of the adapted weight, so that only a mean is defined: all adapters have DoRA in "
+            "the same layers, and weights are not negative and have the sum 1"
         )
 
 
