@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -16,26 +15,23 @@ from torch import Tensor, nn
 from ..files import naming_pointers
 from ..hub import fetch_adapter, is_name
 from ..linalg import in_double
+from .configs import PATTERN, as_config, check_options, module_of, of_model, ordered, parameters, prefix_of
 from .storage import PICKLES, header, read_tensor
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 #: Where diffusers keeps the config of each model, in the metadata of a file.
 HEADER = "lora_adapter_metadata"
 #: The factors of a layer, A (r, in, …) and B (out, r, …): lora_A, lora_embedding_A in peft and diffusers, lora_down in
-#: kohya's scripts, lora.down in older files of diffusers; with the adapter's name in a state that was saved as it is.
-_FACTOR = re.compile(r"(.+)[._]lora[._](?:embedding_)?(A|B|down|up)(?:\.default)?(?:\.weight)?")
+#: kohya's scripts, lora.down or lora_linear_layer.down in older files of diffusers; with the adapter's name in a state
+#: that was saved as it is.
+_FACTOR = re.compile(r"(.+)[._]lora[._](?:embedding_|linear_layer\.)?(A|B|down|up)(?:\.default)?(?:\.weight)?")
+#: The magnitude of a layer with DoRA, in peft and diffusers and in kohya's scripts.
+MAGNITUDE = re.compile(r"(.+)\.(?:lora_magnitude_vector(?:\.default)?(?:\.weight)?|dora_scale)")
 #: What single files hold besides factors, by the end of its key.
 _OTHERS = {
-    "dora_scale": "a magnitude of DoRA",
     "diff": "the change of a whole weight",
     "diff_b": "the change of a bias",
 }
-#: How a pattern of layers matches a path.
-_PATTERN = r"(.*\.)?({})$"
-#: Options under which a layer adds something else than the product s B A, or to other weights than those of the model.
-_NO_PRODUCTS = ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
-#: Initialisations that replace the weights of the model, beginnings of their names.
-_REPLACING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: Options in which adapters that are merged have to agree.
 _COMMON = ("target_parameters", "alora_invocation_tokens", "layer_replication")
 
@@ -108,7 +104,7 @@ class Adapter:
             It is no LoRA of plain products, or says no scale.
         """
         tensors = {key: t.detach() for key, t in state.items()}
-        shapes, options = {key: tuple(t.shape) for key, t in tensors.items()}, _ordered(dict(config or {}))
+        shapes, options = {key: tuple(t.shape) for key, t in tensors.items()}, ordered(dict(config or {}))
         weights = Path(name) / WEIGHTS if options else Path(name)
         return _described(Path(name), weights, shapes, {}, options, tensors)
 
@@ -185,8 +181,8 @@ class Adapter:
         """Return the path of a layer in its model, and the config of that model, empty if none is known."""
         if not (self.single and self.config):
             return module_of(layer), self.config
-        model, _, path = layer.partition(".")
-        return path, _of_model(self.config, model)
+        prefix = prefix_of(layer, self.config)
+        return layer.removeprefix(prefix), of_model(self.config, prefix)
 
     def tensor(self, key: str) -> Tensor:
         """Read one tensor."""
@@ -205,7 +201,7 @@ class Adapter:
 
         def look_up(name: str, kind: str, option: str) -> Any:
             patterns = (config.get(f"{kind}_pattern") or {}).items()
-            return next((v for p, v in patterns if re.match(_PATTERN.format(p), name)), config[option])
+            return next((v for p, v in patterns if re.match(PATTERN.format(p), name)), config[option])
 
         names = parameters(layer, config) or [path]
         (r, alpha), *more = {(look_up(name, "rank", "r"), look_up(name, "alpha", "lora_alpha")) for name in names}
@@ -255,8 +251,8 @@ def read(place: str | os.PathLike[str]) -> Adapter:
     with naming_pointers([weights, place / CONFIG]):
         try:
             shapes, metadata = header(weights)
-            text = metadata.get(HEADER, "{}") if single else (place / CONFIG).read_text(encoding="utf-8-sig")
-            config = dict(json.loads(text, object_hook=_ordered))
+            text = metadata.get(HEADER, "{}").encode() if single else (place / CONFIG).read_bytes()
+            config = as_config(text, "the metadata " + HEADER if single else CONFIG)
         except Exception as error:
             raise ValueError(f"{place} cannot be read: {error}") from error
     return replace(_described(place, weights, shapes, metadata, config), origin=origin)
@@ -277,11 +273,11 @@ def _described(
         for layer, of in layers.items():
             if f"{layer}.alpha" in keys:
                 of["alpha"] = f"{layer}.alpha"
-        models = sorted({layer.partition(".")[0] for layer in layers}) if HEADER in metadata else []
-        needed, configs = needed[1:], [_of_model(config, model) for model in models]
+        prefixes = sorted({prefix_of(layer, config) for layer in layers}) if HEADER in metadata else []
+        needed, configs = needed[1:], [of_model(config, prefix) for prefix in prefixes]
     for options in configs:
-        _check_options(place, options)
-        if missing := [option for option in needed if option not in options]:
+        check_options(place, options)
+        if missing := [option for option in needed if options.get(option) is None]:
             where = f"the metadata {HEADER}" if single else CONFIG
             raise ValueError(f"{place}: {where} lacks {', '.join(missing)}, so the scale of the products is unknown")
     if not layers or any(len({"A", "B"} & of.keys()) < 2 for of in layers.values()):
@@ -293,9 +289,9 @@ def _described(
         )
     known = {key for of in layers.values() for key in of.values()}
     others = tuple(key for key in keys if key not in known)
-    if single and others:
-        what = _OTHERS.get(others[0].rpartition(".")[2])
-        raise ValueError(f"{place} holds {others[0]}{f', {what},' if what else ','} which is no factor of LoRA")
+    if single and (odd := [key for key in others if not ((at := MAGNITUDE.fullmatch(key)) and at[1] in layers)]):
+        what = _OTHERS.get(odd[0].rpartition(".")[2])
+        raise ValueError(f"{place} holds {odd[0]}{f', {what},' if what else ','} which is no factor of LoRA")
     alphas = sum("alpha" in of for of in layers.values())
     if single and not configs and not alphas and any(layer.startswith("base_model.model.") for layer in layers):
         raise ValueError(f"{place} has the names of PEFT, whose scale is in {CONFIG}: name the folder that has both")
@@ -311,51 +307,3 @@ def _located(name: str) -> tuple[Path, str]:
         return Path(name), ""
     fetched = fetch_adapter(name)
     return fetched.place, fetched.pinned
-
-
-def _check_options(place: Path, config: dict[str, Any]) -> None:
-    """Raise if layers add something else than products to the weights of the model."""
-    kind = next((name for name in _NO_PRODUCTS if config.get(name)), config.get("peft_type", "LORA"))
-    if kind != "LORA":
-        raise ValueError(f"{place} was made with {kind}, whose layers add something else than products B A")
-    start = str(config.get("init_lora_weights")).lower()
-    if start.startswith(_REPLACING):
-        raise ValueError(
-            f"{place} was initialised by {start}, which replaces the weights of the model; save it by save_pretrained "
-            "with path_initial_model_for_weight_conversion first"
-        )
-    for option in ("rank_pattern", "alpha_pattern", "target_modules"):
-        given = config.get(option)  # a list has names instead of patterns
-        patterns = [given] if isinstance(given, str) else map(_PATTERN.format, given if isinstance(given, dict) else ())
-        try:
-            list(map(re.compile, patterns))
-        except re.error as error:
-            raise ValueError(f"{place}: {option} is no regular expression: {error}") from error
-
-
-def _of_model(config: dict[str, Any], model: str) -> dict[str, Any]:
-    """Return the options of one model from the config that diffusers keeps, by their names in peft."""
-    return {k.removeprefix(f"{model}."): v for k, v in config.items() if k.startswith(f"{model}.")}
-
-
-def _ordered(config: dict[str, Any]) -> dict[str, Any]:
-    """Sort lists of names, which are sets that peft saves in any order."""
-    several = {k: v for k, v in config.items() if isinstance(v, (list, set))}
-    named = {k: v for k, v in several.items() if all(isinstance(name, str) for name in v)}
-    return {**config, **{k: sorted(v) for k, v in named.items()}}
-
-
-def module_of(layer: str) -> str:
-    """Return the path of a layer in the model, from its key in the file."""
-    return layer.removeprefix("base_model.model.").replace(".base_layer", "")
-
-
-def parameters(layer: str, config: dict[str, Any]) -> list[str]:
-    """List the paths of the parameters that ``target_parameters`` names in a layer."""
-    path, modules = module_of(layer), config.get("target_modules") or ()
-    if isinstance(modules, str):
-        modules = [path] if re.fullmatch(modules, path) else []
-    if any(f".{path}".endswith(f".{m}") for m in modules):
-        return []
-    places = ((p, f"{path}.{p.rpartition('.')[2]}") for p in config.get("target_parameters") or ())
-    return [place for p, place in places if f".{place}".endswith(f".{p}")]

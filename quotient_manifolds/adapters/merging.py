@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,15 +18,14 @@ from torch import Tensor
 from ..linalg import in_double
 from ..manifold import MANIFOLDS
 from ..passes import drawing_again
-from .folders import CONFIG, HEADER, Adapter, module_of, parameters, read
+from .configs import merged_config, module_of, parameters, prefix_of
+from .folders import CONFIG, HEADER, MAGNITUDE, Adapter, read
 from .products import Factors, Method, present, product_svd, signed_sum
 from .storage import new_folder, write_tensors
 
 Path = str | os.PathLike[str]
 #: Metadata that tell whether a file was changed.
 _HASHES = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
-#: Options that say which layers are adapted.
-_SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 
 
 def merge(
@@ -115,7 +113,7 @@ def merge(
     if out is None:
         with seeded():
             state = dict(_tensors(parents, _of_one_rank(parents, how, ranks), ranks))
-        return Adapter.from_state(state, {} if first.single else _config([p.config for p in parents], ranks))
+        return Adapter.from_state(state, {} if first.single else merged_config([p.config for p in parents], ranks))
     with new_folder(out) as folder:
         with seeded():
             how = _of_one_rank(parents, how, ranks)
@@ -123,7 +121,7 @@ def merge(
         with seeded():
             write_tensors(folder / first.saved_as, tensors, lambda: _metadata(parents, ranks))
         if not first.single:
-            config = _config([p.config for p in parents], ranks)
+            config = merged_config([p.config for p in parents], ranks)
             (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         base = json.dumps(first.config.get("base_model_name_or_path") or "")
         card = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nMade by quotient-lora, method {method}, from\n\n"
@@ -355,34 +353,20 @@ def _check_alike(parents: list[Adapter], how: Method) -> None:
     for p in rest:
         if odd := [name for name, value in first.common.items() if p.common[name] != value]:
             raise ValueError(f"{first.place} and {p.place} differ in {odd[0]}, so they cannot be merged")
+        pair = first.layers.keys(), p.layers.keys()
+        bare = [{layer.partition(".")[2] for layer in layers} for layers in pair]  # without transformer., unet., …
+        if not pair[0] & pair[1] and (pair[0] & bare[1] or pair[1] & bare[0]):
+            raise ValueError(f"only one of {first.place} and {p.place} has names with a prefix: rename the keys of one")
         bases = [of.config.get("base_model_name_or_path") for of in (first, p)]
         if bases[0] != bases[1]:
             warnings.warn(f"{first.place} is of the model {bases[0]!r}, {p.place} of {bases[1]!r}", stacklevel=3)
-    magnitudes = [{key for key in p.others if "lora_magnitude_vector" in key} for p in parents]
+    magnitudes = [set(filter(MAGNITUDE.fullmatch, p.others)) for p in parents]
     is_mean = how.name not in ("ties", "dare") and min(how.weights) >= 0 and abs(sum(how.weights) - 1) < 1e-6
     if any(magnitudes) and not (is_mean and all(m == magnitudes[0] for m in magnitudes)):
         raise ValueError(
             "DoRA divides by the norm of the adapted weight, so that only a mean is defined: all adapters have DoRA in "
             "the same layers, and weights are not negative and have the sum 1"
         )
-
-
-def _config(configs: list[dict[str, Any]], ranks: dict[str, int]) -> dict[str, Any]:
-    """Return the config of a merged adapter: that of the first, with what follows from all."""
-    most = max(ranks.values())
-    less = {layer: r for layer, r in ranks.items() if r < most}
-    names = {name: r for at, r in less.items() for name in parameters(at, configs[0]) or [module_of(at)]}
-    pattern = {f"^{re.escape(name)}": r for name, r in names.items()}
-    new = {"r": most, "lora_alpha": most, "rank_pattern": pattern, "alpha_pattern": pattern, "use_rslora": False}
-    new |= {"init_lora_weights": True, "eva_config": None, "lora_bias": any(c.get("lora_bias") for c in configs)}
-    new |= next(({"bias": c["bias"]} for c in configs if c.get("bias", "none") != "none"), {})
-    new |= {option: c[option] for c in configs for option in ("trainable_token_indices",) if c.get(option)}
-    new["modules_to_save"] = sorted({name for c in configs for name in c.get("modules_to_save") or ()}) or None
-    if any(c.get(name) != configs[0].get(name) for c in configs for name in _SELECTION) or not configs[0]:
-        paths = sorted(module_of(layer) for layer in ranks if not parameters(layer, configs[0]))
-        new |= {**dict.fromkeys(_SELECTION), "target_modules": paths}
-    # Older versions of peft know fewer options.
-    return configs[0] | {k: v for k, v in new.items() if v or k in configs[0]}
 
 
 def _metadata(parents: list[Adapter], ranks: dict[str, int]) -> dict[str, str]:
@@ -392,10 +376,10 @@ def _metadata(parents: list[Adapter], ranks: dict[str, int]) -> dict[str, str]:
     metadata |= {k: rank for k in ("ss_network_dim", "ss_network_alpha") if k in metadata}
     if HEADER in metadata:
         config = dict[str, Any]()
-        for model in sorted({layer.partition(".")[0] for layer in ranks}):
-            own = {layer: r for layer, r in ranks.items() if layer.startswith(f"{model}.")}
+        for prefix in sorted({prefix_of(layer, parents[0].config) for layer in ranks}):
+            own = {layer: r for layer, r in ranks.items() if layer.startswith(prefix)}
             configs = [p.options(next(iter(at)))[1] for p in parents if (at := own.keys() & p.layers.keys())]
-            merged = _config(configs, {layer.partition(".")[2]: r for layer, r in own.items()})
-            config |= {f"{model}.{option}": value for option, value in merged.items()}
+            merged = merged_config(configs, {layer.removeprefix(prefix): r for layer, r in own.items()})
+            config |= {f"{prefix}{option}": value for option, value in merged.items()}
         metadata[HEADER] = json.dumps(config, indent=2, sort_keys=True)
     return metadata

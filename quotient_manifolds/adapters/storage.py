@@ -9,7 +9,7 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 try:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save
 except ImportError as error:
     raise ImportError(
@@ -40,16 +40,24 @@ def header(weights: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return the shapes of the tensors of a file, by their keys, and its metadata."""
     if weights.suffix in PICKLES:
         return {key: tuple(t.shape) for key, t in _pickled(weights).items()}, {}
-    with safe_open(weights, framework="pt") as file:
-        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    try:
+        with safe_open(weights, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            return shapes, file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{weights.name} is no whole safetensors file ({error}): save or download it again") from error
 
 
 def _pickled(weights: Path) -> dict[str, Tensor]:
     """Open a pickle of tensors, which stay on the disk until they are used; code in it is refused, not run."""
-    with suppress(pickle.UnpicklingError):
+    try:
         found = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
         if isinstance(found, dict) and all(isinstance(t, Tensor) for t in found.values()):
             return found
+    except RuntimeError as error:
+        raise ValueError(f"{weights.name} is no whole file of torch.save: save or download it again") from error
+    except pickle.UnpicklingError:
+        pass  # as for other contents
     raise ValueError(f"{weights.name} is a pickle of more than tensors, which may run code; save it as safetensors")
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix, adapters, lora_command
-from quotient_manifolds.adapters import balance, compare, folders, merge, merging, products, resize, storage
+from quotient_manifolds.adapters import balance, compare, configs, folders, merge, merging, products, resize, storage
 from quotient_manifolds.lora_command import main
 
 #: Of peft, about the bias of B, and about patterns for parameters, which it follows nevertheless.
@@ -521,7 +521,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
         "it has the adapters french, german: name the folder of one": tmp_path / "named",
         "pickled cannot be read: adapter_model.bin is a pickle of more than tensors, which may run code;": pickled,
         "adapter_config.json is a pointer of Git LFS, not the file itself": pointer,
-        "broken cannot be read": broken,
+        "broken cannot be read: adapter_model.safetensors is no whole safetensors file": broken,
         "was made with IA3, whose layers add something else": changed(one, tmp_path / "ia3", peft_type="IA3"),
         "was made with kasa_config": changed(one, tmp_path / "kasa", kasa_config={"a": 1}),
         "was initialised by pissa_niter_4, which replaces": changed(
@@ -529,7 +529,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
         ),
         r"one has factors \[3, 12\] and \[20, 3\], not of rank 4": changed(one, tmp_path / "r", r=4),
         r"one needs one rank above 0 and one alpha, got \[\(0, 8\)\]": changed(one, tmp_path / "r0", r=0),
-        r"one needs one rank above 0 and one alpha, got \[\(None, 8\)\]": changed(one, tmp_path / "none", r=None),
+        "none: adapter_config.json lacks r, so the scale": changed(one, tmp_path / "none", r=None),
         r"one alpha, got \[\(3, 'x'\)\]": changed(one, tmp_path / "alpha", lora_alpha="x"),
         "inf has NaN or infinite entries|factors of .*one have NaN or infinite": changed(
             one, tmp_path / "inf", lora_alpha=float("inf")
@@ -611,8 +611,8 @@ def test_single_files_keep_their_names(kind, tmp_path):
     for one in (peft_one, other):
         with pytest.raises(ValueError, match="differ in the format of their names"):
             merge([files[0], one], tmp_path / "no")
-    save_file(load_file(files[0]) | {"lora_unet_one.dora_scale": torch.ones(7)}, tmp_path / "dora.safetensors")
-    with pytest.raises(ValueError, match=r"holds lora_unet_one\.dora_scale, a magnitude of DoRA, which is no factor"):
+    save_file(load_file(files[0]) | {"lora_unet_three.dora_scale": torch.ones(7)}, tmp_path / "dora.safetensors")
+    with pytest.raises(ValueError, match=r"holds lora_unet_three\.dora_scale, which is no factor"):
         merge([tmp_path / "dora.safetensors"], tmp_path / "no")
 
 
@@ -680,7 +680,7 @@ def test_every_scale_that_a_file_states_is_read_and_kept(kind, tmp_path):
             assert "sshs_model_hash" not in file.metadata(), "it was that of other weights"
             said = json.loads(file.metadata().get("lora_adapter_metadata", "{}"))
         for model in {option.partition(".")[0] for option in said}:  # as diffusers reads it
-            config = peft.LoraConfig(**folders._of_model(said, model))
+            config = peft.LoraConfig(**configs.of_model(said, f"{model}."))
             assert (config.lora_alpha, config.alpha_pattern) == (config.r, config.rank_pattern)
     assert (tmp_path / "even/adapter_config.json").exists() == (kind == "config beside")
 
@@ -860,7 +860,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(merging, "_config", killed)
+    monkeypatch.setattr(merging, "merged_config", killed)
     with pytest.raises(KeyboardInterrupt):
         merge([one], out)
     assert set(tmp_path.iterdir()) == before
@@ -887,7 +887,7 @@ def test_what_a_killed_command_leaves_goes_with_the_next(tmp_path):
         child = os.fork()
     if not child:
         try:
-            merging._config = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            merging.merged_config = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             merge([one], out)
         finally:
             os._exit(1)
@@ -975,7 +975,7 @@ def test_a_command_that_is_told_to_end_removes_what_it_began(tmp_path, monkeypat
         seen.append(len([*tmp_path.iterdir()]))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(merging, "_config", ended)
+    monkeypatch.setattr(merging, "merged_config", ended)
     monkeypatch.setattr(warnings, "formatwarning", None)
     monkeypatch.setattr(sys, "argv", ["quotient-lora", "merge", one, "--out", str(tmp_path / "out")])
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a command that does not listen goes on
