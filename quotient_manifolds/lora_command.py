@@ -26,7 +26,7 @@ from .hub import look_up
 #: The commands, with what they ask for and do.
 _COMMANDS = {
     "merge": ("adapters", "Write one adapter: a weighted sum, or a mean, of the products of several."),
-    "resize": ("adapter", "Write an adapter of smaller rank, with the nearest products."),
+    "resize": ("adapter", "Write an adapter of another rank, with the nearest products."),
     "balance": ("adapter", "Write an adapter with the same products, and factors of equal size."),
     "compare": ("one other", "Print the ranks, norms and distance of two adapters, layer by layer."),
 }
@@ -95,8 +95,10 @@ def _parser() -> argparse.ArgumentParser:
             continue
         own.add_argument("--out", required=True, help="Folder to create.")
         if name != "balance":
-            own.add_argument("--rank", type=int, help="Largest rank of a layer.")
-            own.add_argument("--energy", type=float, default=1.0, help="Share of the squared singular values to keep.")
+            rank = "Largest rank of a layer." if name == "merge" else "Rank of every layer; with --energy the largest."
+            own.add_argument("--rank", type=int, help=rank)
+            share, energy = 1.0 if name == "merge" else None, "Share of the squared singular values to keep."
+            own.add_argument("--energy", type=float, default=share, help=energy)
         if name == "merge":
             # As in later versions of Python, which read -1e-3 too.
             own._negative_number_matcher = re.compile(r"-\.?\d")  # noqa: SLF001

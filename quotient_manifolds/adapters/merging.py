@@ -153,16 +153,20 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def resize(
-    adapter: Path | Adapter, out: Path | None = None, *, rank: int | None = None, energy: float = 1.0
+    adapter: Path | Adapter, out: Path | None = None, *, rank: int | None = None, energy: float | None = None
 ) -> Adapter | None:
-    """Write the nearest adapter of a smaller rank, in the Frobenius norm of each layer's product.
+    """Write the nearest adapter of another rank, in the Frobenius norm of each layer's product.
+
+    A larger rank keeps the product: in the new directions B is 0 and A is not, so that they can be trained.
 
     Parameters
     ----------
     adapter, out : path or Adapter, path
         As for :func:`merge`.
-    rank, energy : int and float
-        As for :func:`merge`; one of them at least.
+    rank : int, optional
+        The rank of every layer; with ``energy`` the largest.
+    energy : float, optional
+        Keep as many singular values as hold this share of the sum of their squares.
 
     Returns
     -------
@@ -177,7 +181,7 @@ def resize(
     >>> compare(adapter, resize(adapter, rank=2))["layers"]["0"]["rank"]
     [4, 2]
     """
-    if rank is None and energy == 1:
+    if rank is None and energy is None:
         raise ValueError("say to which rank, or which share of energy to keep")
     return merge([adapter], out, rank=rank, energy=energy)
 

@@ -48,10 +48,18 @@ def balanced(G: Tensor, H: Tensor, rank: int, energy: float = 1.0, whole: bool =
     kept = present(sigma) & ((before < energy * sigma.square().sum(-1, keepdim=True)) | (energy == 1))
     count = rank if whole else min(rank, max(1, int(kept.sum(-1).max())))
     root = pad(torch.where(kept, sigma, 0).sqrt(), (0, count))[..., :count].unsqueeze(-2)
-    # Where the product is 0, G is 0 and H is not, as in a new adapter: two zeros would remain zero in training. Inputs
-    # that are fewer than columns have no more directions, so these come again.
-    V = V[..., torch.arange(count) % V.shape[-1]]
+    # Where the product is 0, G is 0 and H is not, as in a new adapter: two zeros would remain zero in training.
+    V = _directions(V, count)
     return pad(U, (0, count))[..., :count] * root, V * torch.where(root > 0, root, H.shape[-2] ** -0.5)
+
+
+def _directions(V: Tensor, count: int) -> Tensor:
+    """Return orthonormal columns, of which V are the first and the others random; more than there are come again."""
+    if (lacking := min(count, V.shape[-2]) - V.shape[-1]) > 0:
+        drawn = torch.randn(V.shape[-2], lacking, generator=torch.Generator().manual_seed(0), dtype=V.dtype)
+        Q, _ = torch.linalg.qr(torch.cat([V, drawn.to(V.device).expand(*V.shape[:-1], lacking)], -1))
+        V = torch.cat([V, Q[..., V.shape[-1] :]], -1)
+    return V[..., torch.arange(count) % V.shape[-1]]
 
 
 @dataclass(frozen=True)

@@ -447,6 +447,37 @@ def test_resize(tmp_path):
         resize(one, tmp_path / "out")
 
 
+def test_a_larger_rank_has_directions_that_learn(tmp_path):
+    """The product stays; B has gradients in the new directions, along inputs that A did not see."""
+    one = saved(tmp_path / "one", lora_alpha=5, rank_pattern={"two": 2})
+    resize(one, tmp_path / "large", rank=7)
+    assert near(dense(tmp_path / "large"), dense(one), 1e-6)
+    old = factors(tmp_path / "one")
+    for layer, (A, B) in factors(tmp_path / "large").items():
+        r = len(old[layer][0])
+        assert (len(A), B.shape[1]) == (7, 7)
+        assert not B[:, r:].any()
+        assert torch.linalg.matrix_rank(torch.cat([A, old[layer][0]]), tol=1e-4) == 7
+        B, x = B.requires_grad_(), torch.randn(30, A.shape[1]).to(A)
+        for a, learns in ((A, True), (torch.cat([A[:r], 0 * A[r:]]), False)):
+            [gradient] = torch.autograd.grad((x @ (B @ a).T - 1).square().sum(), B)
+            assert bool(gradient[:, r:].any()) == learns, "where both factors are 0 nothing is learnt"
+    again = resized(one, tmp_path / "again", rank=7)
+    assert near(dense(tmp_path / "large"), dense(again), 1e-12), "drawn, but the same"
+
+
+def resized(one, out, **options):
+    resize(one, out, **options)
+    return out
+
+
+def test_one_rank_for_all_layers_or_a_largest_one(tmp_path):
+    one = saved(tmp_path / "one", r=6, rank_pattern={"two": 2})
+    for energy, ranks in ((None, [4, 4]), (1.0, [4, 2])):
+        out = resized(one, tmp_path / f"{energy}", rank=4, energy=energy)
+        assert [len(A) for A, _ in factors(out).values()] == ranks
+
+
 def test_compare(tmp_path):
     one, two = (
         saved(tmp_path / "one", r=2),
