@@ -27,6 +27,8 @@ HEADER = "lora_adapter_metadata"
 _FACTOR = re.compile(r"(.+)[._]lora[._](?:embedding_|linear_layer\.)?(A|B|down|up)(?:\.default)?(?:\.weight)?")
 #: The magnitude of a layer with DoRA, in peft and diffusers and in kohya's scripts.
 MAGNITUDE = re.compile(r"(.+)\.(?:lora_magnitude_vector(?:\.default)?(?:\.weight)?|dora_scale)")
+#: What a layer of a single file may have beside factors: it, and a bias of B.
+_BESIDE = re.compile(r"(.+)\.(?:lora_magnitude_vector(?:\.default)?(?:\.weight)?|dora_scale|lora_B\.bias)")
 #: What single files hold besides factors, by the end of its key.
 _OTHERS = {
     "diff": "the change of a whole weight",
@@ -289,7 +291,7 @@ def _described(
         )
     known = {key for of in layers.values() for key in of.values()}
     others = tuple(key for key in keys if key not in known)
-    if single and (odd := [key for key in others if not ((at := MAGNITUDE.fullmatch(key)) and at[1] in layers)]):
+    if single and (odd := [key for key in others if not ((at := _BESIDE.fullmatch(key)) and at[1] in layers)]):
         what = _OTHERS.get(odd[0].rpartition(".")[2])
         raise ValueError(f"{place} holds {odd[0]}{f', {what},' if what else ','} which is no factor of LoRA")
     alphas = sum("alpha" in of for of in layers.values())

@@ -277,9 +277,9 @@ def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iter
         ranks[layer] = G.shape[-1]
         dtype = _common_dtype([p.tensor(p.layers[layer]["A"]) for p in holders])
         yield from first.packed(layer, G, H, dtype, alphas).items()
-        if biased and not first.layers[layer]["B"].endswith("embedding_B"):
+        key, absent = f"{layer}.lora_B.bias", G.new_zeros(G.shape[-2])
+        if any(key in p.others for p in parents) or (biased and not first.layers[layer]["B"].endswith("embedding_B")):
             # peft multiplies the bias of B by the scale, too.
-            key, absent = f"{layer}.lora_B.bias", G.new_zeros(G.shape[-2])
             biases = [
                 p.rank_and_scale(layer)[1] * in_double(p.tensor(key)) if key in p.others else absent for p in parents
             ]

@@ -112,6 +112,23 @@ def test_dora_of_files_keeps_its_weights(kind, tmp_path):
             merge(adapters, tmp_path / "no", weights=weights)
 
 
+def test_biases_of_files_are_merged_as_products_are(tmp_path):
+    """diffusers adds s (B A x + b), in files without metadata, such as those of Flux Control, s = 1."""
+    for kind, scale in (("one model of diffusers", 5 / 2), ("diffusers", 5 / 2), ("diffusers", 1.0)):
+        folder, key = tmp_path / f"{kind} {scale}", NAMES[kind][1].format("one").replace("weight", "bias")
+        folder.mkdir()
+        one, two = (write(folder / f"{i}.safetensors", kind, i) for i in range(2))
+        for file in (one, two):
+            with safe_open(file, "pt") as opened:
+                metadata = opened.metadata() if scale != 1 else None
+            save_file({**load_file(file), key: torch.randn(OUT).double()}, file, metadata)
+        merge([one, two], folder / "sum", weights=[0.7, -0.4])
+        t = load_file(folder / "sum" / one.name)
+        expected = scale * (0.7 * load_file(one)[key] - 0.4 * load_file(two)[key])
+        assert torch.allclose(t[key], expected, atol=1e-8)
+        assert t.keys() == load_file(one).keys(), "no other layer has one"
+
+
 def test_names_with_and_without_a_prefix_do_not_mix(tmp_path):
     one = write(tmp_path / "one.safetensors", "diffusers")
     two = write(tmp_path / "two.safetensors", "one model of diffusers")
