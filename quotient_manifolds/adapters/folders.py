@@ -211,28 +211,36 @@ class Adapter:
             raise ValueError(f"{self.place}: {layer} needs one rank above 0 and one alpha, got {[(r, alpha), *more]}")
         return r, alpha / (r**0.5 if config.get("use_rslora") else r)
 
+    def groups(self, layer: str) -> int:
+        """Count the groups of a convolution, whose products have outputs and parts of the rank of their own."""
+        rows, part = (self.tensor(self.layers[layer][f]) for f in "AB")
+        return max(1, len(rows) // part.shape[1]) if rows.dim() > 2 and part.dim() > 2 else 1
+
     def factors(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Read s B and Aᵀ in float64, (experts, out, r) and (experts, in, r); most layers have one expert."""
+        """Read s B and Aᵀ in float64, (experts, out, r) and (experts, in, r); most layers have one expert.
+
+        Groups of a convolution are experts of an equal part of its rank and outputs.
+        """
         A, B = (self.tensor(self.layers[layer][f]) for f in "AB")
         (r, scale), rows = self.rank_and_scale(layer), len(A)
-        fits = rows == r or (rows % r == 0 and parameters(layer, self.config))
-        if A.dim() > 2 and B.dim() == A.dim() and rows == r > B.shape[1] > 0 == rows % B.shape[1]:
-            groups = rows // B.shape[1]
-            raise ValueError(f"{self.place}: {layer} is a convolution in {groups} groups, which have no common product")
-        if A.dim() < 2 or B.dim() < 2 or rows != B.shape[1] or not fits:
+        groups = self.groups(layer)
+        part = r // groups
+        fits = (rows == r and len(B) % groups == 0) or (rows % r == 0 and parameters(layer, self.config))
+        if A.dim() < 2 or B.dim() < 2 or rows != groups * B[0].numel() or not fits:
             raise ValueError(f"{self.place}: {layer} has factors {[*A.shape]} and {[*B.shape]}, not of rank {r}")
         if not (A.is_floating_point() and B.is_floating_point()):
             raise ValueError(f"{self.place}: {layer} has factors of {A.dtype} and {B.dtype}, whose units are unknown")
-        G, H = scale * in_double(B).reshape(len(B), r, -1), in_double(A).reshape(-1, r, A[0].numel())
+        G, H = scale * in_double(B).reshape(len(B), part, -1), in_double(A).reshape(-1, part, A[0].numel())
         if not bool(G.isfinite().all() and H.isfinite().all()):
             raise ValueError(f"{self.place}: the factors of {layer} have NaN or infinite entries")
-        return G.permute(2, 0, 1), H.mT
+        return (G.reshape(groups, -1, part) if groups > 1 else G.permute(2, 0, 1)), H.mT
 
     def packed(self, layer: str, G: Tensor, H: Tensor, dtype: torch.dtype, alphas: bool) -> dict[str, Tensor]:
         """Return the tensors of a layer whose factors are B = G and A = Hᵀ, of scale 1, by their keys."""
         columns = G.shape[0] * G.shape[2]
         a, b = (self.tensor(self.layers[layer][f]).shape for f in "AB")
-        A, B = H.mT.reshape(columns, *a[1:]), G.permute(1, 2, 0).reshape(-1, columns, *b[2:])
+        B = G.flatten(0, 1) if self.groups(layer) > 1 else G.permute(1, 2, 0).flatten(1)
+        A, B = H.mT.reshape(columns, *a[1:]), B.reshape(*B.shape, *b[2:])
         new = {self.layers[layer]["A"]: A.to(dtype), self.layers[layer]["B"]: B.to(dtype)}
         return new | ({f"{layer}.alpha": torch.tensor(float(columns))} if alphas else {})
 

@@ -243,12 +243,12 @@ def compare(one: Path | Adapter, other: Path | Adapter) -> dict[str, Any]:
     found: dict[str, Any] = {"layers": {}, "differs": {}}
     for layer in _layers(both):
         with _named(layer):
-            parts = _factors(both, layer)
+            parts, groups = _factors(both, layer), next(p for p in both if layer in p.layers).groups(layer)
             values = [product_svd(*part)[1] for part in parts]
             apart = product_svd(*signed_sum(parts, [1, -1]))[1].norm()
         norms = [float(v.norm()) for v in values]
         found["layers"][module_of(layer)] = {
-            "rank": [int(present(v).sum(-1).max()) for v in values],
+            "rank": [groups * int(present(v).sum(-1).max()) for v in values],
             "norm": norms,
             "distance": float(apart) / max(norms) if max(norms) > 0 else 0.0,
             "singular_values": [v.flatten().tolist() for v in values],
@@ -273,8 +273,11 @@ def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iter
         # The experts of a module share a rank with its other parameters, which the file does not name.
         whole = bool(parameters(layer, first.config))
         with _named(layer):
-            G, H = how.factors(_factors(parents, layer), whole)
-        ranks[layer] = G.shape[-1]
+            parts, groups = _factors(parents, layer), first.groups(layer)
+            if how.rank and how.rank < groups:
+                raise ValueError(f"a convolution in {groups} groups has a rank of at least {groups}, not {how.rank}")
+            G, H = replace(how, rank=how.rank and how.rank // groups).factors(parts, whole)
+        ranks[layer] = G.shape[-1] * groups
         dtype = _common_dtype([p.tensor(p.layers[layer]["A"]) for p in holders])
         yield from first.packed(layer, G, H, dtype, alphas).items()
         key, absent = f"{layer}.lora_B.bias", G.new_zeros(G.shape[-2])

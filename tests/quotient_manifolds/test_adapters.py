@@ -410,6 +410,40 @@ def test_balance(tmp_path):
     assert near(dense(tmp_path / "twice"), dense(one), 1e-6)
 
 
+def test_groups_of_a_convolution_have_products_of_their_own(tmp_path):
+    """Different ranks, cut and balanced, against products group by group."""
+
+    def grouped(out, r, seed):
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Conv2d(6, 8, 3, groups=2))
+        config = peft.LoraConfig(r=r, lora_alpha=3, target_modules=["0"], init_lora_weights=False)
+        peft.get_peft_model(network, config).save_pretrained(out)
+        return str(out)
+
+    def groups(folder, scale):
+        [(A, B)] = factors(folder).values()
+        return [scale * b.double() @ a.double() for a, b in zip(A.chunk(2), B.chunk(2), strict=True)]
+
+    with pytest.warns(UserWarning, match="groups > 1"):
+        one, two = grouped(tmp_path / "one", 2, 0), grouped(tmp_path / "two", 4, 1)
+    merge([one, two], tmp_path / "sum", weights=[1, -2])
+    merge([one, two], tmp_path / "small", weights=[1, -2], rank=3)
+    terms = zip(groups(tmp_path / "one", 3 / 2), groups(tmp_path / "two", 3 / 4), strict=True)
+    expected = [x - 2 * y for x, y in terms]
+    for X, found, small in zip(expected, groups(tmp_path / "sum", 1), groups(tmp_path / "small", 1), strict=True):
+        assert torch.allclose(found, X, atol=1e-6)
+        U, s, Vh = torch.linalg.svd(X)
+        assert torch.allclose(small, s[0] * U[:, :1] @ Vh[:1], atol=1e-6)
+    config = json.loads((tmp_path / "small/adapter_config.json").read_text(encoding="utf-8"))
+    assert (config["r"], config["lora_alpha"]) == (2, 2), "a part for each group"
+    assert compare(one, tmp_path / "sum")["layers"]["0"]["rank"] == [2, 6]
+    with pytest.raises(ValueError, match=r"^0: a convolution in 2 groups has a rank of at least 2, not 1"):
+        resize(one, tmp_path / "no", rank=1)
+    wide = changed(one, tmp_path / "wide", lambda k, t: t.expand(8, 1, 3, 3) if "lora_B" in k else t)
+    with pytest.raises(ValueError, match=r"has factors \[2, 6, 3, 3\] and \[8, 1, 3, 3\], not of rank 2"):
+        balance(wide, tmp_path / "no")
+
+
 def test_experts_are_balanced_one_by_one(tmp_path):
     one = saved(tmp_path / "one", **KINDS["experts"][0])
     far = changed(one, tmp_path / "far", lambda k, t: 1e3 * t if "lora_A" in k else t / 1e3 if "lora_B" in k else t)
