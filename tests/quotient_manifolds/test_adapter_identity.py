@@ -26,6 +26,17 @@ def test_one_adapter_gives_itself_back(name, weights, tool):
     assert found < max(1e-6, rounding)
 
 
+#: Networks whose outputs are linear in the change, and adapters that are products and biases alone.
+LINEAR = ["rsLoRA", "lora_bias", "embedding", "convolution", "convolution, 2 groups", "Conv1D of GPT-2",
+          "experts (target_parameters)", "float8"]  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", [(-1.0,), (1.0, -1.0), (0.7, -0.4)], ids=lambda value: f"{value}")
+@pytest.mark.parametrize("name", LINEAR)
+def test_weights_may_be_negative(name, weights):
+    assert max(error(name, weights, tool) for tool in OURS) < 1e-6
+
+
 def test_what_is_scaled_or_dropped_is_seen(monkeypatch):
     def by_the_rank(adapter, layer):
         return adapter.config["r"], adapter.config["lora_alpha"] / adapter.config["r"]
