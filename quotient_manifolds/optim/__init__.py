@@ -13,13 +13,14 @@ from ..symmetries.found import Symmetries
 from ..symmetries.lora import adapter_of, adapter_pairs, is_lora
 from ..symmetries.pairs import SymmetricPair, check_pairs
 from ..weights import naming, trained, weights_of
-from .base import QuotientOptimizer, is_number
+from .base import QuotientOptimizer
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
-from .pairs import alone
+from .pairs import alone, is_number
 
 __all__ = [
     "QuotientAdam",
     "QuotientMuon",
+    "QuotientOptimizer",
     "QuotientSGD",
     "create_quotient_lora_optimizer",
     "create_quotient_optimizer",
@@ -203,7 +204,7 @@ def _create(
         {"lr": lr, "rest": rate / lr if is_number(lr) and lr else 1.0},
         {"lr": rate},
         {"lr": rate, "weight_decay": 0.0},
-        {"lr": rate, "others": "Muon", "adjust_lr_fn": "match_rms_adamw"},
+        {"lr": rate, "others": {"name": "Muon", "adjust_lr_fn": "match_rms_adamw"}},
     ]
     for name, w in moving.items():
         # Matrices have one row, too, and kernels several sizes; magnitudes of DoRA's convolutions are vectors.

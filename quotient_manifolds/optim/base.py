@@ -5,32 +5,43 @@ from __future__ import annotations
 import cmath
 import copy
 import functools
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
-from ..symmetries.certificate import Certification, NotASymmetryError
+from ..symmetries.certificate import Certification
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
 from ..symmetries.pairs import Cause, Claim, SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from ..weights import is_sharded, trained, unwrapped, weights_of
-from .metric import StepMetric, on_cpu, trace, wide
-from .pairs import REPLACED, Layer, alone, check_places, explain, group_of, named, orientation, reasons
+from .clipping import clipped
+from .metric import StepMetric, on_cpu
+from .others import Others, Tensors, described
+from .pairs import (
+    REPLACED,
+    Layer,
+    alone,
+    check_options,
+    check_places,
+    doubts,
+    explain,
+    group_of,
+    home_of,
+    named,
+    orientation,
+    reasons,
+)
+from .rules import Rule, State, moments
 from .sharded import ShardedPairs, cut, full
 from .stack import Stack, restored
-
-#: Tensors by the names of parameters.
-Tensors = Mapping[str, Tensor]
 
 #: Who saved a state without pairs.
 _UNKNOWN = (
@@ -42,49 +53,88 @@ _SKIPPED = (
     "gradients were NaN or infinite, or the second factor of a pair lacked full rank; check the loss, lower the "
     "learning rate, or train in bfloat16"
 )
-#: Options: from where, below which number, and in words.
-_OPTIONS = {
-    "lr": (0, 1e30, "a number of at least 0"),
-    "weight_decay": (0, 1e30, "a number of at least 0"),
-    "betas": (0, 1, "two numbers in [0, 1)"),
-    "eps": (5e-324, math.inf, "positive (a factor without a gradient is divided by it)"),
-    "momentum": (0, 1, "a number in [0, 1)"),
-    "max_grad_norm": (5e-324, math.inf, "positive (None turns clipping off)"),
-}
 
 
 class QuotientOptimizer(Optimizer):
     """Base class of optimisers for parameters of which some are pairs (G, H) that a model sees only through G Hᴴ.
 
-    A subclass implements ``_step_pairs``; ``others`` of torch trains all others. Moments are at least float32, small
-    matrices float64. Factors become equivalent ones, moments too, before their condition spoils a step.
+    A subclass names its rule, see :mod:`quotient_manifolds.optim.rules`; optimisers of torch train all other
+    parameters. Moments are at least float32, small matrices float64. Factors become equivalent ones, moments too,
+    before their condition spoils a step.
+
+    Parameters
+    ----------
+    params, symmetries, lr
+        As for :class:`QuotientAdam`, which also has the ``options``: ``weight_decay``, ``max_grad_norm``, ``within``,
+        ``others``.
+    rule_options : dict
+        The options of the rule and their defaults, which every parameter group may have otherwise.
 
     Attributes
     ----------
+    rule : callable
+        From a metric, gradients and a state to an update and the new state.
+    new_state : callable
+        From rows of G and of H, in whose memory moments may lie, and the options of the rule to its first state; by
+        default two moments.
+    transports : bool
+        Carry moments to the new point, as covectors.
+    shared : tuple of str
+        Options that parameters outside pairs have too, unless their group names another class.
     certify : bool
         Check the symmetry of every pair with the first gradients. Set it to False where gradients are not taken at the
         weights that are updated, as with sharpness-aware minimisers other than ``sharpness.GeodesicSAM``.
     rest : float
         The learning rate of parameters outside pairs, as a share of the optimiser's; a group's own is for all of it.
     others : str
-        The class in ``torch.optim`` that trains parameters outside pairs; a group may name another, and then has the
-        ``betas``, ``eps`` and ``momentum`` that are that one's defaults.
+        The class in ``torch.optim`` that trains parameters outside pairs, unless their group names another.
+
+    Examples
+    --------
+    Gradient descent; ``docs/howto/optimizer.md`` writes Lion:
+
+    >>> import torch
+    >>> from quotient_manifolds.optim import QuotientOptimizer
+    >>> from quotient_manifolds.optim.rules import Update
+    >>> from quotient_manifolds.symmetries import factor_pair
+    >>> class Descent(QuotientOptimizer):
+    ...     new_state = staticmethod(lambda rows: {})
+    ...     @staticmethod
+    ...     def rule(metric, g, state):
+    ...         K_inv = metric.inverse_roots
+    ...         return Update(g.rows, K_inv.mH @ K_inv), state
+    >>> G, H = (torch.nn.Parameter(torch.eye(n, 2)) for n in (4, 3))
+    >>> optimizer = Descent([("G", G), ("H", H)], [factor_pair(G, H)], 0.1, {})
+    >>> loss = (G @ H.T).square().sum()
+    >>> loss.backward()
+    >>> optimizer.step()
+    >>> bool((G @ H.T).square().sum() < loss)
+    True
     """
 
+    rule: ClassVar[Rule]
+    new_state: ClassVar[Callable[..., State]] = staticmethod(moments)
+    transports, shared = True, tuple[str, ...]()
     certify, rest, others = True, 1.0, "AdamW"
 
-    def __init__(self, params: Any, symmetries: Symmetries | Iterable[SymmetricPair], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: Any,
+        symmetries: Symmetries | Iterable[SymmetricPair],
+        lr: float,
+        rule_options: dict[str, Any],
+        **options: Any,
+    ) -> None:
         self._within: nn.Module | None = options.pop("within", None)
         self._stacks, self._inside = list[Stack](), set[str]()  # the names of what has lain in the model
         self._layers = list[Layer]()  # of LoRA
         self._homes = dict[str, tuple[Any, ...]]()
         self._warned, self._skipped = set[str](), torch.tensor(0)
-        if unknown := options.keys() - _OPTIONS.keys():
+        self._rule_options, self._others = tuple(rule_options), Others(self.others, self.shared)
+        own = {"weight_decay": 0.0, "max_grad_norm": None, "others": self.others}
+        if unknown := options.keys() - own.keys():
             raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
-        # Schedules that cycle a momentum would cycle betas[0] instead if both were defaults.
-        apart = options.keys() & {"betas", "eps"} if "momentum" in options else ()
-        self._of_others = {name: options.pop(name) for name in apart}
-        super().__init__(params, {"weight_decay": 0.0, "max_grad_norm": None, **options})
+        super().__init__(params, {**own, **options, "lr": lr, **rule_options})
         self.add_pairs(symmetries)
 
     @staticmethod
@@ -102,15 +152,12 @@ class QuotientOptimizer(Optimizer):
         """
         if "symmetries" in param_group:
             raise TypeError("a group of parameters takes no symmetries; pass them to add_pairs")
-        group = {"rest": 1.0 if "lr" in param_group else self.rest, "others": self.others, **param_group}
-        theirs = self._of_others
-        if group["others"] != self.others:
-            other = getattr(torch.optim, group["others"])([torch.empty(0, 0, requires_grad=True)])
-            theirs = {k: other.defaults[k] for k in ("betas", "eps", "momentum") if k in other.defaults}
-        check_options({**self.defaults, **theirs, **group}, self.defaults)
+        group = {**self.defaults, "rest": 1.0 if "lr" in param_group else self.rest, **param_group}
+        group["others"] = described(group["others"])
+        check_options(group, self.defaults)
         if not isinstance(group["params"], set):  # which torch refuses
             group["params"] = named(group, self._within)
-        super().add_param_group({**theirs, **group})
+        super().add_param_group(group)
 
     def add_pairs(self, symmetries: Symmetries | Iterable[SymmetricPair]) -> None:
         """Tell which of the optimiser's parameters form pairs; known pairs are ignored.
@@ -177,7 +224,7 @@ class QuotientOptimizer(Optimizer):
         return weights
 
     def _rest(self) -> str:
-        return " or ".join(dict.fromkeys(group["others"] for group in self.param_groups))
+        return " or ".join(dict.fromkeys(group["others"]["name"].rpartition(".")[2] for group in self.param_groups))
 
     def _cover(self, weights: Tensors) -> None:
         self._shards = ShardedPairs(self._stacks, weights)
@@ -188,6 +235,8 @@ class QuotientOptimizer(Optimizer):
         cuts = {name: (weights[name], m) for name, m in masks.items() if self._covered[name]}
         self._partly = {name: cut(p, m) if is_sharded(p) else m for name, (p, m) in cuts.items()}
         self._homes = {name: home_of(p) for name, p in weights.items()}
+        self._paired = {name for name, left in self._covered.items() if not left}
+        self._others.build(self.param_groups, self._paired, self.state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -220,10 +269,10 @@ class QuotientOptimizer(Optimizer):
         whole, whole_gradients = self._shards.gather(weights, gradients)
         started = [s for s in self._stacks if s.begin(whole, whole_gradients)]
         running = [s for s in started if s.runs]
-        outside = {name: g for name, g in gradients.items() if name not in self._covered}
-        outside.update((k, gradients[k].masked_fill(mask, 0)) for k, mask in self._partly.items() if k in gradients)
+        outside = {name: g for name, g in gradients.items() if name not in self._paired}
+        outside.update((k, outside[k].masked_fill(mask, 0)) for k, mask in self._partly.items() if k in outside)
         for s in running:  # elsewhere in double precision where straighten_ will act, which sees one step more
-            s.measure(self._metric, *((False, True) if on_cpu(s.sizes) else (s.steps % 8 == 0,)))
+            s.measure(self._metric, *((False, True) if on_cpu(s.g.sizes) else (s.steps % 8 == 0,)))
         if not self._is_sound(running, gradients, outside):
             return
         # At steps 1, 2, 3, 5, 9, and so on: pairs without a gradient, such as experts without tokens, keep waiting, and
@@ -231,62 +280,49 @@ class QuotientOptimizer(Optimizer):
         looking = [s for s in started if s.steps & (s.steps - 1) == 0]
         if self.certify and any(not self._certification.open.isdisjoint(s.pairs.pairs) for s in looking):
             pairs = {name: full(weights[name]) for name in self._covered}
-            self._certify(pairs, {name: full(g) for name, g in gradients.items() if name in pairs})
+            seen = self._certification.see(pairs, {name: full(g) for name, g in gradients.items() if name in pairs})
+            if words := doubts(seen):
+                self._warn_once("certificate", words)
         for s in started:
             s.steps += 1
         for s in running:
             if s.straight:
                 continue
             stays = s.straighten_(self._metric)
-            s.restrict(~stays)
+            s.g.restrict(~stays)
             if not on_cpu(stays):
                 self._skipped = self._skipped.to(stays.device) + stays.any()
             elif bool(stays.any()):
                 self._warn_once("too large", f"pair {s.name(stays)!r}: its product {_TOO_LARGE}")
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
-            outside = _clip(float(bound), running, outside, self._shards)
+            outside = clipped(float(bound), running, outside, self._shards)
         for s in running:
-            group = self.param_groups[s.group]
-            s.state = s.state or self._new_state(s)
-            self._step_pairs(group, s)
+            self._step_pairs(self.param_groups[s.group], s)
         self._shards.scatter_(whole, weights)
         whole.clear()
         if outside:
-            _step_others(self, self._partly, weights, outside)
-        for s in running:
-            if not on_cpu(s.sizes):
-                del s.x, s.g, s.spare
+            self._others.build(self.param_groups, self._paired, self.state)
+            self._others.step(self.param_groups, weights, outside, self._partly, self.state)
 
     def _is_sound(self, running: Sequence[Stack], gradients: Tensors, outside: Tensors) -> bool:
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
         parts = self._shards.once(outside.values(), copies=True)
         numbers = [g.sum(dtype=at_least_float32(g.dtype)) for g in parts]
-        numbers += [s.sizes if s.straight else s.sizes / s.sound().all() for s in running]
+        numbers += [s.g.sizes if s.straight else s.g.sizes / s.sound().all() for s in running]
         total = self._shards.sum(numbers)
         if not on_cpu(total):
             sound = total.abs() < torch.inf
             self._skipped = self._skipped.to(sound.device) + ~sound
             for s in running:
-                s.restrict(sound.to(s.sizes.device))
+                s.g.restrict(sound.to(s.g.sizes.device))
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
         if cmath.isfinite(total.item()):
             return True
         explain(running, gradients, self._within)
-
-    def _certify(self, weights: Tensors, gradients: Tensors) -> None:
-        """Raise for a pair that is no symmetry; warn if none has passed, or only adapters, which are ones, fail."""
-        found = self._certification.see(weights, gradients)
-        try:
-            found.check()
-        except NotASymmetryError as error:
-            wrong = found.failures
-            if len(wrong) < len(found.residuals) and any(p.kind != "lora" for p in wrong):
-                raise
-            self._warn_once("certificate", f"{error}; the steps are taken all the same")
 
     def _warn_once(self, what: str, words: str) -> None:
         if what not in self._warned:
@@ -298,13 +334,16 @@ class QuotientOptimizer(Optimizer):
         M, N = grams.unbind(-3)
         return StepMetric(M, N, s.scale)
 
-    def _new_state(self, s: Stack) -> dict[str, Tensor]:
+    def _new_state(self, s: Stack) -> State:
         """Return the state of a stack before its first step."""
-        return {f"moment {side}": m.zero_() for side, m in zip("GH", s.room(), strict=True)}
+        group = self.param_groups[s.group]
+        return self.new_state(s.room(), **{name: group[name] for name in self._rule_options})
 
     def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
         """Update the pairs of a stack, and their state."""
-        raise NotImplementedError
+        s.state, lr = s.state or self._new_state(s), float(group["lr"])
+        update, state = self.rule(s.metric, s.g, dict(s.state), **{name: group[name] for name in self._rule_options})
+        s.advance_(update, state, lr, lr * group["weight_decay"], transport=self.transports)
 
     def __repr__(self) -> str:
         kinds = Counter((p.kind == "lora", p.group.h) for s in self._stacks for p in s.given)
@@ -341,78 +380,17 @@ class QuotientOptimizer(Optimizer):
                 f"this state was saved by {kind}, not by {own}; to switch, load the model's weights and start a new "
                 "optimiser with a short warm-up of the rate"
             )
-        saved, weights = (
-            copy.deepcopy(state_dict),
-            self._weights(),
-        )  # torch would keep tensors, which the next step changes
+        saved = copy.deepcopy(state_dict)  # torch would keep tensors, which the next step changes
+        weights = self._weights()
         # Others have reached full rank since the saved optimiser was created.
         found = restored(saved["stacks"], (p for s in self._stacks for p in s.given), weights, self._new_state)
         groups = [{k: v for k, v in group.items() if k != "param_names"} for group in saved["param_groups"]]
+        for mine, group in zip(self.param_groups, groups, strict=False):
+            if (trainer := group["others"]["name"]) != mine["others"]["name"]:
+                raise ValueError(f"in this state {trainer} trains what is in no pair; make the optimiser with that")
         super().load_state_dict({"state": saved["state"], "param_groups": groups})
         for w, state in self.state.items():
             if is_sharded(w):
                 state.update((k, cut(w, v)) for k, v in state.items() if isinstance(v, Tensor) and v.shape == w.shape)
         self._stacks = found
         self._cover(weights)
-
-
-def _clip(bound: float, running: Sequence[Stack], outside: Tensors, shards: ShardedPairs) -> dict[str, Tensor]:
-    """Multiply all gradients so that their common norm, in which pairs count by the metric, is at most a bound."""
-    squares = [torch.linalg.vector_norm(wide(g)).square() for g in shards.once(outside.values())]
-    for s in running:
-        if shards.rank == 0 or s.own != slice(None):  # every process steps a pair that is not sharded
-            K_inv = s.metric.inverse_roots
-            squares.append(s.only(trace(K_inv @ s.grams() @ K_inv.mH), 0).sum())
-    factor = (bound / (shards.sum(squares).sqrt() + 1e-12)).clamp_max(1.0)
-    for s in running:
-        torch._foreach_mul_(s.g, factor.to(s.g[0].device, s.dtype))
-    return {name: g * factor.to(g.device) for name, g in outside.items()}
-
-
-def _step_others(optimizer: QuotientOptimizer, partly: Tensors, weights: Tensors, gradients: Tensors) -> None:
-    """Let optimisers of torch update the parameters outside pairs, and the other entries of those in pairs."""
-    kept = {weights[name]: weights[name].grad for name in gradients}
-    for name, g in gradients.items():
-        weights[name].grad = g.to(weights[name].dtype)
-    for group in optimizer.param_groups:
-        names = [name for name in group["param_names"] if name in gradients]
-        lr = group["rest"] * float(group["lr"])
-        decay = lr * group["weight_decay"]
-        whole = [weights[name] for name in names if name not in partly]
-        if decay and whole:
-            torch._foreach_mul_(whole, 1 - decay)
-        for name in names:
-            if name in partly and weights[name].dim() > 1:  # vectors do not decay
-                weights[name].mul_(torch.where(partly[name], 1, 1 - decay))
-        if names:
-            params = [(name, weights[name]) for name in names]
-            own = {**group, "params": params, "lr": lr, "weight_decay": 0.0}
-            others = getattr(torch.optim, group["others"])([own])  # for this step, with rates and state of ours
-            others.state = optimizer.state
-            others.step()
-    for p, grad in kept.items():
-        p.grad = grad
-
-
-def home_of(p: Tensor) -> tuple[Any, ...]:
-    """Return what the state of a parameter depends on: its dtype, device, and how it is sharded."""
-    return p.dtype, p.device, getattr(p, "placements", None)
-
-
-def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
-    """Return whether a value is a number in [least, below), or a tensor with one such number."""
-    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-    return number and not isinstance(value, bool) and least <= float(value) < below
-
-
-def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise for an option of a parameter group that is out of range."""
-    for name, (least, below, words) in _OPTIONS.items():
-        value = group.get(name)
-        if name not in group or (name == "max_grad_norm" and value is None):
-            continue
-        values = value if name == "betas" and isinstance(value, tuple | list) else [value]
-        if len(values) != (2 if name == "betas" else 1) or not all(is_number(v, least, below) for v in values):
-            raise ValueError(f"{name} must be {words}, got {value!r}")
-    if group["max_grad_norm"] != defaults["max_grad_norm"]:
-        raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")

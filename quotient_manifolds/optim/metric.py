@@ -1,4 +1,4 @@
-r"""The metric of the optimisers: its floor, the transport of moments, and inverse roots.
+r"""The metric of the optimisers: its floor, the transport of moments, inverse roots, and gradients to measure by it.
 
 Notation as in the geometry: :math:`M = G^H G`, :math:`N = H^H H`; s is what the network multiplies the
 product by, and σ are the singular values of :math:`s G H^H`. The mix metric of :math:`(sG, H)` measures a step by the
@@ -18,16 +18,23 @@ the two factors swap roles.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..linalg import has_double
 
-__all__ = ["StepMetric", "inverse_root", "trace", "wide"]
+__all__ = ["Gradient", "StepMetric", "inverse_root", "trace", "wide"]
 
 #: A pair moves to another gauge if its H is larger or smaller than 1 by this factor: inverses would leave the range
 #: of float32.
 _SIZE = 1e12
+#: Gradients of a smaller norm count as of this one: squares of their entries are 0 in float32.
+LEAST_NORM = 1e-18
+#: The names of what a rule averages, in the state.
+MOMENTS = ("moment G", "moment H")
 
 
 def wide(X: Tensor) -> Tensor:
@@ -48,6 +55,17 @@ def trace(S: Tensor) -> Tensor:
 def eye_like(S: Tensor) -> Tensor:
     """Return the identity, (h, h), for matrices (…, h, h)."""
     return torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+
+
+def gram(x: Tensor, double: bool = False) -> Tensor:
+    """Return xᴴx, in the precision of x or in double precision."""
+    x = wide(x) if double else x
+    return x.mH @ x
+
+
+def moments_of(state: Mapping[str, Tensor]) -> list[Tensor]:
+    """List the moments of G and of H in a state, if there are any."""
+    return [state[name] for name in MOMENTS if name in state]
 
 
 class Factorised:
@@ -133,6 +151,113 @@ class StepMetric:
         return torch.stack([T_G, self._W.inverse @ across_G], dim=-3)
 
 
+def refined(x: Tensor, M: Tensor, room: Tensor) -> Tensor:
+    """Return the Gram matrix of rows in single precision as if it had been computed in double, given it as rounded.
+
+    Columns that are nearly orthonormal are found first (Yamamoto et al. 2015, "CholeskyQR2").
+    """
+    raised = M.clone()
+    raised.diagonal(dim1=-2, dim2=-1).add_(trace(M)[..., None].clamp_min(1e-24), alpha=1e-6)
+    L = Factorised(raised, eye_like(M))
+    Q = torch.bmm(x, L.L_inv.mH.to(x.dtype), out=room)
+    return L.L @ wide(gram(Q)) @ L.L.mH
+
+
+class Gradient:
+    r"""The gradients of a stack of pairs, as a rule gets them, and memory in which it may work.
+
+    Where a point waits, as an expert without tokens does, what a rule computes is dropped.
+
+    Parameters
+    ----------
+    rows : list of Tensor
+        :math:`\nabla_G` and :math:`\nabla_H`, (points, n, h) and (points, m, h). A rule may overwrite them.
+    counts : Tensor, optional
+        n and m, (2, 1, 1).
+
+    Attributes
+    ----------
+    sizes : Tensor
+        The norms of both, (2,), as they were read.
+    mask : Tensor, optional
+        Where points take their step, () or (points,); None where all do.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim.metric import Gradient
+    >>> Gradient([torch.ones(1, 3, 2), torch.ones(1, 5, 2)]).read().grams().round().tolist()
+    [[[[3.0, 3.0], [3.0, 3.0]], [[5.0, 5.0], [5.0, 5.0]]]]
+    """
+
+    def __init__(self, rows: list[Tensor], counts: Tensor | None = None) -> None:
+        self.rows, self.room = rows, rows[0].new_empty(max(g.numel() for g in rows))
+        self.counts = torch.tensor([g.shape[1] for g in rows])[:, None, None] if counts is None else counts
+        self.mask: Tensor | None = None
+
+    def read(self) -> Gradient:
+        """Note the sizes of gradients that were written to the rows; points whose gradients are 0 wait."""
+        norms = torch.stack([torch.linalg.vector_norm(g, dim=(1, 2)) for g in self.rows])
+        mask = norms.any(0)  # also where one is NaN
+        self.mask = None if on_cpu(norms) and bool(mask.all()) else mask
+        self.sizes = torch.linalg.vector_norm(norms, dim=1).clamp_min(LEAST_NORM)
+        return self
+
+    def room_of(self, x: Tensor) -> Tensor:
+        """Return room for what is as large as the rows of G or of H; there is one such room."""
+        return self.room.as_strided(x.shape, x.stride())
+
+    def only(self, value: Tensor, otherwise: Any, out: Tensor | None = None) -> Tensor:
+        """Return values for those points that take their step, and others for the rest."""
+        if self.mask is None:
+            return value
+        mask = self.mask.view(-1, *[1] * (value.dim() - 1))
+        return torch.where(mask, value, otherwise) if out is None else torch.where(mask, value, otherwise, out=out)
+
+    def restrict(self, mask: Tensor) -> None:
+        """Let fewer points take their step."""
+        self.mask = mask if self.mask is None else self.mask & mask
+
+    def grams(self) -> Tensor:
+        r"""Return the Gram matrices :math:`\nabla^H \nabla`, (points, 2, h, h)."""
+        found = [gram(torch.div(g, size, out=self.room_of(g))) for g, size in zip(self.rows, self.sizes, strict=True)]
+        return rescaled(found, self.sizes[:, None, None])
+
+    def grams_of(self, K_inv: Tensor) -> Tensor:
+        r"""Return the Gram matrices of coordinates, :math:`\nabla K^{-H}`, also if K⁻¹ is large; (points, 2, h, h)."""
+        found, sizes = list[Tensor](), list[Tensor]()
+        for g, k in zip(self.rows, K_inv.mH.to(self.rows[0].dtype).unbind(1), strict=True):
+            u = torch.bmm(g, k, out=self.room_of(g))
+            sizes.append(torch.linalg.vector_norm(u, dim=(1, 2), keepdim=True).clamp_min(LEAST_NORM))
+            found.append(gram(u.div_(sizes[-1])))
+        return rescaled(found, torch.stack(sizes, dim=1))
+
+    def row_squares(self, R: Tensor) -> Tensor:
+        r"""Return the squared norms of the rows of :math:`\nabla R`, first those of G; (points, n + m, 1)."""
+        found = self.rows[0].real.new_empty(len(R), sum(g.shape[1] for g in self.rows), 1)
+        parts = found.split([g.shape[1] for g in self.rows], dim=1)
+        for g, r, part in zip(self.rows, R.to(self.rows[0].dtype).unbind(1), parts, strict=True):
+            u = torch.bmm(g, r, out=self.room_of(g))
+            u = torch.view_as_real(u).flatten(-2) if u.is_complex() else u
+            torch.sum(u.mul_(u), -1, keepdim=True, out=part)  # vector_norm is slow along rows that are not contiguous
+        return found
+
+    def average_(self, means: list[Tensor], values: list[Tensor], weight: float) -> list[Tensor]:
+        """Let means go a share of the way to values, in place, which takes no memory; return them.
+
+        Points that wait keep theirs, which is written to their values too.
+        """
+        for mean, value in zip(means, values, strict=True):
+            self.only(value, mean, out=value)
+        torch._foreach_lerp_(means, values, weight)
+        return means
+
+
+def rescaled(grams: Sequence[Tensor], sizes: Tensor) -> Tensor:
+    """Return Gram matrices, given those of rows that were divided by sizes lest squares leave the range of float32."""
+    return wide(torch.stack([*grams], dim=-3)).mul_(sizes).mul_(sizes)  # whose squares float32 may not hold
+
+
 #: Coefficients (a, b, c) of s ↦ as + bs³ + cs⁵: the best compositions on [1e-3, 1] (Amsel et al. 2025, "Polar
 #: Express"), then those of Newton and Schulz, which converge to third order.
 _ROUNDS = (
@@ -147,20 +272,21 @@ _ROUNDS = (
 )
 
 
-def inverse_root(S: Tensor) -> Tensor:
+def inverse_root(S: Tensor, eye: Tensor | None = None) -> Tensor:
     r"""Compute :math:`S^{-1/2}` of a positive semidefinite S, (…, h, h), where its eigenvalues are not negligible.
 
     With :math:`\hat S = S / \|S\|_F`, a polynomial q of products of :math:`\hat S`, and s² an eigenvalue of it:
     :math:`s\, q(s^2) = 1` to rounding for :math:`s \ge 10^{-3}`, and below that it falls to 0 with s. So
     :math:`X\, q(\hat S) / \|S\|_F^{1/2}`, :math:`S = X^H X`, is the polar factor of X except for singular values below
     1e-3 of the norm, which stay small, so that rounding errors are not taken for directions. 0 becomes 0, and so does
-    any matrix so small (norm below 1e-40 in double precision) that its inverse root overflows in float32.
+    any matrix so small (norm below 1e-40 in double precision) that its inverse root overflows in float32. ``eye`` is
+    the identity, where it is known.
     """
     least = max(torch.finfo(S.dtype).tiny ** 0.5, 1e-40)  # callers multiply by large numbers too
     norm = torch.linalg.matrix_norm(S, keepdim=True)
     size = norm.clamp_min(least)
     S = (S / size).reshape(-1, *S.shape[-2:])
-    Q = eye_like(S).expand_as(S)
+    Q = (eye_like(S) if eye is None else eye).expand_as(S)
     for i, (a, b, c) in enumerate(_ROUNDS):
         P = torch.baddbmm(S, S, S, beta=b, alpha=c)  # q = a I + P; Q becomes Q q, and S q S q
         Q = torch.baddbmm(Q, Q, P, beta=a)

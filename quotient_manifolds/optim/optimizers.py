@@ -1,8 +1,8 @@
-"""The optimisers on the quotient: Adam, Muon and gradient descent, each as one step of stacked pairs."""
+"""The optimisers on the quotient: Adam, Muon and gradient descent, each a rule with its options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,17 +11,12 @@ from torch import Tensor
 from ..symmetries.found import Symmetries
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
-from .metric import Factorised, StepMetric, eye_like, inverse_root, trace, wide
-from .stack import LEAST_NORM, Stack, gram, rescaled
+from .metric import StepMetric, refined
+from .rules import adam, adam_state, muon, muon_metric, sgd, sgd_state
+from .stack import Stack
 
 Pairs = Symmetries | Iterable[SymmetricPair]
 Betas = tuple[float, float]
-#: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
-_LEAST = 1e-3
-#: Rank at which an entry of d is a full step: that of peft's LoraConfig, where rates of AdamW are known.
-_RANK = 8
-#: Singular values of the product count as at least this share of its Frobenius norm, at any learning rate.
-_LEAST_PRODUCT = 1e-3
 
 
 class QuotientAdam(QuotientOptimizer):
@@ -66,6 +61,11 @@ class QuotientAdam(QuotientOptimizer):
         Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
         transformers' ``Trainer`` (to 1 by default; ``max_grad_norm=0`` turns it off), makes the run depend on the
         representative.
+    others : str or dict, optional
+        What trains parameters outside pairs: a class of ``torch.optim``, or of another library with its module, or a
+        dict of its ``name`` and options, such as ``{"name": "SGD", "momentum": 0.9}``. It has its own defaults, but the
+        rate and the decay of the pairs; a parameter group may have another one. By default AdamW, with ``betas`` and
+        ``eps``.
     within : Module, optional
         The model in which the parameters lie. It knows the names of those that have none; and a step raises if one has
         left it, or if a LoRA adapter in it is merged or has another scale.
@@ -108,6 +108,8 @@ class QuotientAdam(QuotientOptimizer):
     True
     """
 
+    rule, new_state, shared = staticmethod(adam), staticmethod(adam_state), ("betas", "eps")
+
     def __init__(
         self,
         params: Any,
@@ -117,37 +119,7 @@ class QuotientAdam(QuotientOptimizer):
         eps: float = 1e-8,
         **options: Any,
     ) -> None:
-        super().__init__(params, symmetries, {"lr": lr, "betas": betas, "eps": eps, **options})
-
-    def _new_state(self, s: Stack) -> dict[str, Tensor]:
-        state = super()._new_state(s)
-        size, _, h = state["moment G"].shape
-        like = wide(state["moment G"][:0])
-        small = {"matrix": like.new_zeros(size, 2, h, h), "step": like.real.new_zeros(size)}
-        return {**state, **small, "rows": state["moment G"].real.new_zeros(size, s.pairs.n + s.pairs.m, 1)}
-
-    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
-        (beta1, beta2), lr, K_inv, state = group["betas"], float(group["lr"]), s.metric.inverse_roots, s.state
-        step = state["step"].add_(1 if s.mask is None else s.mask)[:, None, None]
-        first, second = 1 - beta1**step, 1 - beta2**step
-        # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
-        state["matrix"] = s.only(state["matrix"].lerp(s.grams() / s.counts, 1 - beta2), state["matrix"])
-        C = state["matrix"] / second[:, None]
-        V = K_inv @ C @ K_inv.mH
-        V.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(V)[..., None], alpha=_LEAST)
-        R = K_inv.mH @ inverse_root(V)
-        rows = torch.empty_like(state["rows"])  # first h times the squares, then h r, which takes √h from the rate
-        parts = rows.split([s.pairs.n, s.pairs.m], dim=1)
-        for g, r, part in zip(s.g, R.to(s.g[0].dtype).unbind(1), parts, strict=True):
-            u = torch.bmm(g, r, out=s.room_of(g))
-            u = torch.view_as_real(u).flatten(-2) if u.is_complex() else u
-            torch.sum(u.mul_(u), -1, keepdim=True, out=part)  # vector_norm is slow along rows that are not contiguous
-        state["rows"] = s.only(state["rows"].lerp(rows, 1 - beta2), state["rows"])
-        torch.div(state["rows"], second, out=rows)
-        rows.sqrt_().add_(group["eps"] * R.shape[-1] ** 0.5)
-        for d, m, size in zip(s.g, s.average_(1 - beta1), parts, strict=True):
-            torch.div(m, size, out=d)
-        s.advance_(s.g, R @ (K_inv / first[:, None]), lr * _RANK**0.5, lr * group["weight_decay"])
+        super().__init__(params, symmetries, lr, {"betas": betas, "eps": eps}, **options)
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -167,7 +139,7 @@ class QuotientMuon(QuotientOptimizer):
 
     Parameters
     ----------
-    params, symmetries, max_grad_norm, within
+    params, symmetries, max_grad_norm, others, within
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η, the size of a step of the product, so not AdamW's rate. .02 is a starting point, not a tuned value.
@@ -177,7 +149,7 @@ class QuotientMuon(QuotientOptimizer):
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
     betas, eps
         Options of AdamW, for parameters outside pairs, by default its own. They have the learning rate η/20, or that of
-        their group if it has one of its own.
+        their group if it has one of its own. With ``others``, its options.
 
     Raises
     ------
@@ -220,39 +192,24 @@ class QuotientMuon(QuotientOptimizer):
     True
     """
 
+    rule, transports = staticmethod(muon), False
+    rest = 1 / 20  # .001 instead of .02
+
     def __init__(
         self, params: Any, symmetries: Pairs = (), lr: float = 0.02, momentum: float = 0.9, **options: Any
     ) -> None:
-        super().__init__(params, symmetries, {"lr": lr, "momentum": momentum, **options})
-
-    rest = 1 / 20  # .001 instead of .02
+        if theirs := {name: options.pop(name) for name in ("betas", "eps") if name in options}:
+            if "others" in options:
+                name = min(theirs)
+                raise TypeError(f"with others, {name} is one of its options: others={{'name': …, {name!r}: …}}")
+            options["others"] = {"name": self.others, **theirs}
+        super().__init__(params, symmetries, lr, {"momentum": momentum}, **options)
 
     def _metric(self, s: Stack, grams: Tensor) -> StepMetric:
         group, (M, N) = self.param_groups[s.group], grams.unbind(-3)
-        if s.dtype == torch.float32:
-            # Rounding of M to single precision is a singular value of G, and a step of H. So columns that are nearly
-            # orthonormal are found first, and M from their Gram matrix (Yamamoto et al. 2015, "CholeskyQR2").
-            raised = M.clone()
-            raised.diagonal(dim1=-2, dim2=-1).add_(trace(M)[..., None].clamp_min(1e-24), alpha=1e-6)
-            L = Factorised(raised, eye_like(M))
-            Q = torch.bmm(s.x[0], L.L_inv.mH.to(s.x[0].dtype), out=s.room_of(s.x[0]))
-            M = L.L @ wide(gram(Q)) @ L.L.mH
-        step = float(group["lr"]) / (4 * (1 - group["momentum"]))
-        floor = (_LEAST_PRODUCT * s.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
-        # 0 for a learning rate of 0 at G = 0
-        return StepMetric(M, N, s.scale, torch.where(floor > 0, floor, 1))
-
-    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
-        momentum, lr, F = group["momentum"], float(group["lr"]), s.only(s.metric.inverse_roots, 0)
-        torch._foreach_lerp_(s.g, s.average_(1 - momentum), momentum)
-        # Where the product lacks rank F is large, and u small: its Gram matrix comes after the product with F.
-        grams, sizes = list[Tensor](), list[Tensor]()
-        for g, f in zip(s.g, F.mH.to(s.g[0].dtype).unbind(1), strict=True):
-            u = torch.bmm(g, f, out=s.room_of(g))
-            sizes.append(torch.linalg.vector_norm(u).clamp_min(LEAST_NORM))
-            grams.append(gram(u.div_(sizes[-1])))
-        A = F.mH @ inverse_root(rescaled(grams, torch.stack(sizes))) @ F
-        s.advance_(s.g, A, lr / 2, lr * group["weight_decay"], transport=False)
+        if s.dtype == torch.float32:  # Rounding of M to single precision is a singular value of G, and a step of H.
+            M = refined(s.x[0], M, s.g.room_of(s.x[0]))
+        return muon_metric(M, N, s.scale, lr=float(group["lr"]), momentum=group["momentum"])
 
 
 class QuotientSGD(QuotientOptimizer):
@@ -265,7 +222,7 @@ class QuotientSGD(QuotientOptimizer):
 
     Parameters
     ----------
-    params, symmetries, max_grad_norm, within
+    params, symmetries, max_grad_norm, others, within
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η.
@@ -303,18 +260,10 @@ class QuotientSGD(QuotientOptimizer):
     True
     """
 
+    rule, new_state = staticmethod(sgd), staticmethod(sgd_state)
+    others, shared = "SGD", ("momentum",)
+
     def __init__(
         self, params: Any, symmetries: Pairs = (), lr: float = 1e-3, momentum: float = 0.0, **options: Any
     ) -> None:
-        super().__init__(params, symmetries, {"lr": lr, "momentum": momentum, **options})
-
-    others = "SGD"
-
-    def _new_state(self, s: Stack) -> dict[str, Tensor]:
-        return super()._new_state(s) if self.param_groups[s.group]["momentum"] else {}
-
-    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
-        lr, momentum, K_inv = float(group["lr"]), group["momentum"], s.metric.inverse_roots
-        torch._foreach_div_(s.g, 1 - momentum)  # the mean of m and ∇ / (1 - μ) is μ m + ∇
-        u = s.average_(1 - momentum) if s.state else s.g
-        s.advance_(u, K_inv.mH @ K_inv, lr, lr * group["weight_decay"])
+        super().__init__(params, symmetries, lr, {"momentum": momentum}, **options)

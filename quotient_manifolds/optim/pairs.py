@@ -1,14 +1,17 @@
-"""Which of an optimiser's named parameters form pairs, whether they still lie in their model, and can take a step."""
+"""Which of an optimiser's named parameters form pairs, and whether they, and its options, can take a step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio, finite, in_double
+from ..symmetries.certificate import Certificate, NotASymmetryError
 from ..symmetries.lora import zero_norm
 from ..symmetries.pairs import Cause, Refusal, SymmetricPair
 from ..weights import is_sharded, weights_of
@@ -21,6 +24,16 @@ REPLACED = (
     "have been replaced or deleted since this optimiser was created, by load_state_dict(assign=True), delete_adapter, "
     "merge_and_unload, fully_shard or DeepSpeed; make it anew"
 )
+
+#: Options: from where, below which number, and in words.
+_OPTIONS = {
+    "lr": (0, 1e30, "a number of at least 0"),
+    "weight_decay": (0, 1e30, "a number of at least 0"),
+    "betas": (0, 1, "two numbers in [0, 1)"),
+    "eps": (5e-324, math.inf, "positive (a factor without a gradient is divided by it)"),
+    "momentum": (0, 1, "a number in [0, 1)"),
+    "max_grad_norm": (5e-324, math.inf, "positive (None turns clipping off)"),
+}
 
 
 def named(group: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, Tensor]]:
@@ -37,6 +50,30 @@ def named(group: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, 
             "that a Trainer makes, within=model"
         )
     return found
+
+
+def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
+    """Return whether a value is a number in [least, below), or a tensor with one such number."""
+    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    return number and not isinstance(value, bool) and least <= float(value) < below
+
+
+def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise for an option of a parameter group that is out of range."""
+    for name, (least, below, words) in _OPTIONS.items():
+        value = group.get(name)
+        if name not in group or (name == "max_grad_norm" and value is None):
+            continue
+        values = value if name == "betas" and isinstance(value, tuple | list) else [value]
+        if len(values) != (2 if name == "betas" else 1) or not all(is_number(v, least, below) for v in values):
+            raise ValueError(f"{name} must be {words}, got {value!r}")
+    if group["max_grad_norm"] != defaults["max_grad_norm"]:
+        raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")
+
+
+def home_of(p: Tensor) -> tuple[Any, ...]:
+    """Return what the state of a parameter depends on: its dtype, device, and how it is sharded."""
+    return p.dtype, p.device, getattr(p, "placements", None)
 
 
 def check_places(model: nn.Module, layers: Iterable[Layer], weights: Mapping[str, Tensor]) -> None:
@@ -118,6 +155,17 @@ def orientation(pair: SymmetricPair, weights: Mapping[str, Tensor]) -> bool | No
         f"pair {pair.name!r}: both factors lack full column rank ({pair.n} and {pair.m} rows, {x.shape[-1]} columns); "
         "initialise one of them with a full-rank matrix, lower the rank, or leave the pair out"
     )
+
+
+def doubts(seen: Certificate) -> str:
+    """Raise for a pair that is no symmetry; say so if none has passed, or only adapters, which are ones, fail."""
+    try:
+        seen.check()
+    except NotASymmetryError as error:
+        if len(seen.failures) < len(seen.residuals) and any(p.kind != "lora" for p in seen.failures):
+            raise
+        return f"{error}; the steps are taken all the same"
+    return ""
 
 
 def explain(running: Iterable[Stack], gradients: Mapping[str, Tensor], model: nn.Module | None) -> NoReturn:

@@ -14,14 +14,12 @@ from ..linalg import at_least_float32
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.slots import SlotStack, checked
 from ..symmetries.stacks import PairStack
-from .metric import StepMetric, on_cpu, wide
+from .metric import MOMENTS, Gradient, StepMetric, gram, moments_of, on_cpu, wide
+from .rules import Update
 
 #: Condition of H at which a pair moves to another gauge: rounding to float32 then changes the product by about 1e-5,
 #: and the Gram matrix, whose condition is the square, is known to about 1e-5 if it is computed in float32.
 _CONDITION = {torch.float64: 1e2, torch.float32: 1e1}
-#: Gradients of a smaller norm count as of this one: squares of their entries are 0 in float32.
-LEAST_NORM = 1e-18
-_MOMENTS = ("moment G", "moment H")
 #: The metric of a stack at points with some Gram matrices.
 MetricOf = Callable[["Stack", Tensor], StepMetric]
 
@@ -34,10 +32,10 @@ class Stack:
     each pair, or for each column of each pair where the group is diagonal; ``steps`` counts steps. Where parameters are
     sharded, this process has the points, steps and state of its ``own`` pairs alone.
 
-    In a step ``x`` and ``g`` are the rows of G and of H and their gradients, each (points, rows, h), in float32 at
-    least, ``sizes`` the norms of both gradients, (2,), ``metric`` is that at the weights, and ``straight`` says whether
-    every anchor is known to have a small condition. Small matrices are stacked as (points, 2, h, h), with those of G
-    before those of H. Where ``mask``, () or (points,), is False, nothing changes: an expert without tokens waits.
+    In a step ``x`` are the rows of G and of H, each (points, rows, h), in float32 at least, ``g`` is the
+    :class:`Gradient` there, ``metric`` is that at the weights, and ``straight`` says whether every anchor is known to
+    have a small condition. Small matrices are stacked as (points, 2, h, h), with those of G before those of H. Where
+    the mask of the gradient is False, nothing changes: an expert without tokens waits.
     """
 
     def __init__(
@@ -51,6 +49,7 @@ class Stack:
         self.largest = torch.finfo(weights[self.pairs.names[0]].dtype).max
         self.counts = torch.tensor([self.pairs.n, self.pairs.m])[:, None, None]  # of rows
         self.points = self.pairs.group.h if self.pairs.group.diagonal else 1  # of one pair
+        self._names = [(p.name, p.names) for p in self.pairs.pairs]
         self.keep(slice(None))
 
     def keep(self, own: slice) -> None:
@@ -85,11 +84,11 @@ class Stack:
         is new to the process costs more than what is computed. Elsewhere it is given back afterwards.
         """
         active = []
-        for p in self.pairs.pairs:
-            without = [name for name in p.names if name not in gradients]
-            if 0 < len(without) < len(p.names):
+        for pair, own in self._names:
+            without = [name for name in own if name not in gradients]
+            if 0 < len(without) < len(own):
                 raise ValueError(
-                    f"pair {p.name!r}: {without[0]!r} has no gradient but the rest of the pair has; train both "
+                    f"pair {pair!r}: {without[0]!r} has no gradient but the rest of the pair has; train both "
                     "factors, or pass this pair to another optimiser"
                 )
             active.append(not without)
@@ -97,11 +96,10 @@ class Stack:
         if not self.runs:
             return any(active)
         if "x" not in vars(self):
-            self.x, self.g = self.room(), self.room()
-            self.spare = self.x[0].new_empty(max(x.numel() for x in self.x))
-            self.counts = self.counts.to(self.x[0].device)
+            self.counts = self.counts.to(self.device)
+            self.x, self.g = self.room(), Gradient(self.room(), self.counts)
         into, views = list[Tensor](), list[Tensor]()
-        for slots, x, g in zip(self.slots, self.x, self.g, strict=True):
+        for slots, x, g in zip(self.slots, self.x, self.g.rows, strict=True):
             names = [run.slot.name for run in slots.runs]
             found = [checked(run.slot, weights[run.slot.name]) for run in slots.runs]
             for points, tensors in ((x, found), (g, map(gradients.get, names))):
@@ -109,24 +107,22 @@ class Stack:
                 into += of_rows
                 views += of_tensors
         torch._foreach_copy_(into, views)
-        norms = torch.stack([torch.linalg.vector_norm(g, dim=(1, 2)) for g in self.g])
-        mask = norms.any(0)  # also where one is NaN
-        self.mask = None if on_cpu(norms) and bool(mask.all()) else mask
-        self.sizes = torch.linalg.vector_norm(norms, dim=1).clamp_min(LEAST_NORM)
+        self.g.read()
         return True
 
     def measure(self, metric_of: MetricOf, *double: bool) -> None:
         """Compute the metric in one precision, and on the CPU in the next one too if an anchor is crooked."""
         for precision in double:
             self.metric = metric_of(self, wide(torch.stack([gram(x, precision) for x in self.x], dim=-3)))
-            self.straight = on_cpu(self.sizes) and bool(self._straight().all())
+            self.straight = on_cpu(self.g.sizes) and bool(self._straight().all())
             if self.straight:
                 break
 
     def _straight(self) -> Tensor:
         """Return where the anchor has a small condition, or takes no step; (points,)."""
         straight = self.metric.straight(_CONDITION[self.dtype])
-        return straight if self.mask is None else self.mask <= straight  # the one implies the other
+        mask = self.g.mask
+        return straight if mask is None else mask <= straight  # the one implies the other
 
     def straighten_(self, metric_of: MetricOf) -> Tensor:
         """Turn points with a crooked anchor to a gauge in which it has orthonormal columns; return what stays crooked.
@@ -134,100 +130,60 @@ class Stack:
         The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
         does not know which anchors are crooked: all are multiplied, most of them by 1, at every eighth step.
         """
-        rounds = 3 if on_cpu(self.sizes) else int(self.steps % 8 == 1)
+        rounds = 3 if on_cpu(self.g.sizes) else int(self.steps % 8 == 1)
         for _ in range(rounds):
             change = self.metric.straightening(~self._straight(), self.largest)
-            for X, A in ((self.x, change), (self.g, change.flip(-3)), (self.moments(), change.flip(-3))):
+            covectors = change.flip(-3)
+            for X, A in ((self.x, change), (self.g.rows, covectors), (moments_of(self.state), covectors)):
                 for x, a in zip(X, A.unbind(1), strict=False):
                     x.copy_(x.to(a.dtype) @ a)
-            self._transport_matrices_(change.flip(-3))
+            self._transport_matrices_(covectors)
             self.measure(metric_of, True)
             if self.straight:
                 break
         return ~self._straight() & self.metric.sound & (rounds > 0)
 
     def advance_(
-        self, directions: Sequence[Tensor], A: Tensor, rate: float, decay: float, *, transport: bool = True
+        self, update: Update, state: Mapping[str, Tensor], rate: float, decay: float, *, transport: bool
     ) -> None:
-        """Write rows minus ``rate`` times directions times A, after products are multiplied by 1 - ``decay``.
+        """Write the new state, and rows less ``rate`` times the update, after products are multiplied by 1 - ``decay``.
 
-        Biases do not decay. The state is transported with them, or left as it is.
+        Biases do not decay. The state is transported with them, or left as it is. On the CPU memory is kept.
         """
-        keep, sides, across = max(1 - decay, 0) ** 0.5, A.to(self.x[0].dtype).unbind(1), list[Tensor]()
-        for slots, x, d, a in zip(self.slots, self.x, directions, sides, strict=True):
-            end = torch.baddbmm(x, d, a, beta=keep, alpha=-rate, out=self.room_of(x))
+        old = self.state  # what a rule wrote to, waits where it must
+        self.state = {k: v if v is old[k] else self.g.only(v, old[k]) for k, v in state.items()}
+        keep, rate, across = max(1 - decay, 0) ** 0.5, rate * update.factor, list[Tensor]()
+        sides = update.matrices.to(self.x[0].dtype).unbind(1)
+        for slots, x, d, a in zip(self.slots, self.x, update.rows, sides, strict=True):
+            end = torch.baddbmm(x, d, a, beta=keep, alpha=-rate, out=self.g.room_of(x))
             biases = {(r.rows.start, r.rows.stop) for r in slots.runs if decay and len(r.slot.shape) == 1}
             for start, stop in biases:
                 end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a, alpha=-rate)
-            slots.scatter_(self._rows(self.only(end, x, out=end)), self.weights)
+            slots.scatter_(self._rows(self.g.only(end, x, out=end)), self.weights)
             across += [x.mH @ end] if transport else []
         if transport:  # and what ends last is H
             found, N = wide(torch.stack([*across, gram(end)], dim=-3)).split([2, 1], dim=-3)
-            T = self.only(self.metric.transport_covectors(N.squeeze(-3), found), self.metric.eye)
-            old, sides = self.moments(), T.to(end.dtype).unbind(1)
-            new = [torch.bmm(m, t, out=g) for m, t, g in zip(old, sides, self.g, strict=False)]
-            self.g = old or self.g  # memory of old moments takes the next gradients, whose own has the new moments
-            self.state.update(zip(_MOMENTS, new, strict=False))
+            T = self.g.only(self.metric.transport_covectors(N.squeeze(-3), found), self.metric.eye)
+            before, sides = moments_of(self.state), T.to(end.dtype).unbind(1)
+            new = [torch.bmm(m, t, out=g) for m, t, g in zip(before, sides, self.g.rows, strict=False)]
+            self.g.rows = before or self.g.rows  # their memory takes the next gradients, whose own has the new ones
+            self.state.update(zip(MOMENTS, new, strict=False))
             self._transport_matrices_(T)
-
-    def room_of(self, x: Tensor) -> Tensor:
-        """Return room for what is as large as the rows of G or of H; there is one such room."""
-        return self.spare.as_strided(x.shape, x.stride())
-
-    def grams(self) -> Tensor:
-        """Return the Gram matrices of the gradients."""
-        found = list[Tensor]()
-        for g, size in zip(self.g, self.sizes, strict=True):
-            found.append(gram(torch.div(g, size, out=self.room_of(g))))
-        return rescaled(found, self.sizes)
-
-    def moments(self) -> list[Tensor]:
-        """List the moments of G and of H, if there are any."""
-        return [self.state[name] for name in _MOMENTS if name in self.state]
-
-    def average_(self, weight: float) -> list[Tensor]:
-        """Return the moments, after they have gone a share of the way to the gradients."""
-        moments = self.moments()
-        for g, m in zip(self.g, moments, strict=True):
-            self.only(g, m, out=g)
-        torch._foreach_lerp_(moments, self.g, weight)
-        return moments
+        if not on_cpu(self.g.sizes):
+            del self.x, self.g
 
     def _transport_matrices_(self, T: Tensor) -> None:
         """Multiply Gram matrices of covectors by (T_G, T_H) from both sides."""
         if "matrix" in self.state:
             self.state["matrix"] = T.mH @ self.state["matrix"] @ T
 
-    def only(self, value: Tensor, otherwise: Any, out: Tensor | None = None) -> Tensor:
-        """Return values for those points that take their step, and others for the rest."""
-        if self.mask is None:
-            return value
-        mask = self.mask.view(-1, *[1] * (value.dim() - 1))
-        return torch.where(mask, value, otherwise) if out is None else torch.where(mask, value, otherwise, out=out)
-
-    def restrict(self, mask: Tensor) -> None:
-        """Let fewer points take their step."""
-        self.mask = mask if self.mask is None else self.mask & mask
-
     def sound(self) -> Tensor:
         """Return where the anchor of a pair that takes its step has full rank; (points,)."""
-        return self.only(self.metric.sound, True)
+        return self.g.only(self.metric.sound, True)
 
     def name(self, where: Tensor) -> str:
         """Return the name of the first pair of which a point is marked."""
         return self.names[self.own][int(where.nonzero()[0]) // self.points]
-
-
-def gram(x: Tensor, double: bool = False) -> Tensor:
-    """Return xᴴx, in the precision of x or in double precision."""
-    x = wide(x) if double else x
-    return x.mH @ x
-
-
-def rescaled(grams: list[Tensor], sizes: Tensor) -> Tensor:
-    """Return Gram matrices, given those of rows that were divided by sizes lest squares leave the range of float32."""
-    factors = sizes[:, None, None]  # whose square float32 may not hold
-    return wide(torch.stack(grams, dim=-3)).mul_(factors).mul_(factors)
 
 
 def restored(

@@ -27,10 +27,10 @@ from quotient_manifolds.optim import (
     base,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
+    metric,
     stack,
 )
-from quotient_manifolds.optim.base import is_number
-from quotient_manifolds.optim.pairs import alone, orientation, reasons
+from quotient_manifolds.optim.pairs import alone, is_number, orientation, reasons
 from quotient_manifolds.optim.stack import Stack
 from quotient_manifolds.symmetries import (
     GL,
@@ -616,7 +616,7 @@ def test_no_step_reads_from_the_device(kind, monkeypatch):
     wrong = type(optimizer)._step_pairs
 
     def reading(self, group, s):
-        float(s.sizes.sum())
+        float(s.g.sizes.sum())
         wrong(self, group, s)
 
     monkeypatch.setattr(type(optimizer), "_step_pairs", reading)
@@ -768,7 +768,7 @@ def test_sums_in_half_precision_do_not_overflow():
 
 def off_the_cpu(monkeypatch):
     """Let the optimiser do on the CPU what it does where the host is not to read."""
-    for module in (base, stack):
+    for module in (base, metric, stack):
         monkeypatch.setattr(module, "on_cpu", lambda x: False)
 
 
@@ -1114,7 +1114,7 @@ def test_a_step_takes_the_memory_of_three_stacks_beside_its_state(kind, waiting,
 
     assert 2 * weights < beyond_state() <= 3 * weights
     advance_ = Stack.advance_
-    wasteful = lambda s, d, *args, **more: advance_(s, [x.clone() for x in d], *args, **more)  # noqa: E731
+    wasteful = lambda s, u, *args, **more: advance_(s, u._replace(rows=[d.clone() for d in u.rows]), *args, **more)  # noqa: E731
     monkeypatch.setattr(Stack, "advance_", wasteful)
     assert beyond_state() > 3 * weights
 
@@ -1126,8 +1126,8 @@ def test_numbers_of_a_stack_lie_on_its_device():
     weights = weights_of(model)
     made = Stack(adapter_pairs(model).pairs[:1], False, 0, weights)
     assert made.begin(weights, {name: torch.empty_like(p) for name, p in weights.items()})
-    made.restrict(torch.tensor(True, device="meta"))
-    for t in (made.only(made.grams(), 0), *map(made.room_of, made.x), made.sizes):
+    made.g.restrict(torch.tensor(True, device="meta"))
+    for t in (made.g.only(made.g.grams(), 0), *map(made.g.room_of, made.x), made.g.sizes):
         assert t.device.type == "meta"
 
 
@@ -1176,7 +1176,7 @@ def test_hidden_matrices_outside_pairs_move_as_by_muon(kind):
         0.02
     }
     hidden = [layer.linear1.weight, layer.linear2.weight]
-    assert [g["params"] for g in optimizer.param_groups if g["others"] == "Muon"] == [hidden]
+    assert [g["params"] for g in optimizer.param_groups if g["others"]["name"] == "Muon"] == [hidden]
     twins = [nn.Parameter(p.detach().clone()) for p in hidden]
     muon = torch.optim.Muon(twins, 1e-3, 0.1, adjust_lr_fn="match_rms_adamw")  # with its own momentum and eps
     ids = torch.randint(11, (4, 6))
@@ -1205,7 +1205,11 @@ def test_schedules_of_momentum_cycle_that_of_muon(options):
     optimizer = QuotientMuon([("G", G), ("H", H), ("mine", mine)], [factor_pair(G, H)], lr=0.02, **options)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=9, base_momentum=0.6, max_momentum=0.7)
     (group,) = optimizer.param_groups
-    assert (group["momentum"], group.get("betas"), optimizer.defaults["momentum"]) == (0.7, options.get("betas"), 0.9)
+    assert (group["momentum"], group["others"].get("betas"), optimizer.defaults["momentum"]) == (
+        0.7,
+        options.get("betas"),
+        0.9,
+    )
     twin = nn.Parameter(mine.detach().clone())
     adamw = torch.optim.AdamW([twin], group["lr"] * (1 / 20), weight_decay=0.0, **options)
     for _ in range(3):
@@ -1238,7 +1242,7 @@ def test_adapters_without_a_pair_are_no_matrices_for_muon():
     with pytest.warns(UserWarning, match="AdamW or Muon trains 1 of 2 adapters, which form no pair: frozen"):
         optimizer = create_quotient_optimizer(model, lr=1e-2, others="muon", symmetries=adapter_pairs(model))
     layers = [model.base_model.model[i].base_layer.weight for i in range(2)]
-    assert [g["params"] for g in optimizer.param_groups if g["others"] == "Muon"] == [layers]
+    assert [g["params"] for g in optimizer.param_groups if g["others"]["name"] == "Muon"] == [layers]
 
 
 def test_it_says_what_is_trained_how():

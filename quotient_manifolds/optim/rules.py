@@ -1,0 +1,120 @@
+"""The rules of the optimisers: pure functions of stacked tensors, which know no optimiser, no parameter and no model.
+
+A rule is ``rule(metric, g, state, **options) -> (update, state)``:
+
+- ``metric`` is the :class:`~quotient_manifolds.optim.metric.StepMetric` at a stack of points. Its ``inverse_roots``
+  are K⁻¹ of G and of H, one tensor (points, 2, h, h), where W = K Kᴴ is the weight of the metric.
+- ``g`` is the :class:`~quotient_manifolds.optim.metric.Gradient` there. ``g.rows`` are ∇_G and ∇_H, each
+  (points, rows, h); the rule may overwrite them.
+- ``state`` is a dict of tensors whose first dimension runs over points. ``"moment G"`` and ``"moment H"`` are
+  covectors, and ``"matrix"`` is a sum of products ∇ᴴ∇, (points, 2, h, h). The optimiser carries these to the next
+  point. All else must be the same for all representatives.
+- ``options`` are numbers, such as ``betas``.
+- The :class:`Update` is a vector, along which the optimiser steps.
+
+G A⁻¹ and H Aᴴ have A K Q in place of K, where Q is unitary. So a rule is invariant if it computes with the coordinates
+∇ K⁻ᴴ, and what comes out turns with Q as they do. ``docs/howto/optimizer.md`` writes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .metric import Gradient, StepMetric, inverse_root, moments_of, trace, wide
+
+__all__ = ["Update", "adam", "adam_state", "moments", "muon", "muon_metric", "sgd", "sgd_state"]
+
+State = dict[str, Tensor]
+#: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
+_LEAST = 1e-3
+#: Rank at which an entry of d is a full step: that of peft's LoraConfig, where rates of AdamW are known.
+_RANK = 8
+#: Singular values of the product count as at least this share of its Frobenius norm, at any learning rate.
+_LEAST_PRODUCT = 1e-3
+
+
+class Update(NamedTuple):
+    r"""A vector at each point of a stack, in factors: a step is :math:`X \leftarrow \sqrt{1 - ηλ}\, X - η\, c\, d A`.
+
+    Attributes
+    ----------
+    rows : sequence of Tensor
+        d of G and of H, each (points, rows, h).
+    matrices : Tensor
+        A of G and of H, (points, 2, h, h).
+    factor : float
+        c.
+    """
+
+    rows: Sequence[Tensor]
+    matrices: Tensor
+    factor: float = 1.0
+
+
+Rule = Callable[..., tuple[Update, State]]
+
+
+def moments(rows: Sequence[Tensor], **_: object) -> State:
+    """Return a state of two moments that are 0, in the memory of tensors (points, n, h) and (points, m, h)."""
+    return {f"moment {side}": x.zero_() for side, x in zip("GH", rows, strict=True)}
+
+
+def adam_state(rows: Sequence[Tensor], **_: object) -> State:
+    """Return the state of :func:`adam` before the first step, with moments in the memory of rows."""
+    (size, n, h), m = rows[0].shape, rows[1].shape[1]
+    like = wide(rows[0][:0])
+    small = {"matrix": like.new_zeros(size, 2, h, h), "step": like.real.new_zeros(size)}
+    return {**moments(rows), **small, "rows": rows[0].real.new_zeros(size, n + m, 1)}
+
+
+def adam(
+    metric: StepMetric, g: Gradient, state: State, *, betas: tuple[float, float], eps: float
+) -> tuple[Update, State]:
+    """Compute the update of :class:`~quotient_manifolds.optim.QuotientAdam`, whose formulas and names these are."""
+    K_inv, step = metric.inverse_roots, state["step"] + 1
+    first, second = (1 - beta ** step[:, None, None] for beta in betas)
+    # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
+    (C,) = g.average_([state["matrix"]], [g.grams() / g.counts], 1 - betas[1])
+    V = K_inv @ (C / second[:, None]) @ K_inv.mH
+    V.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(V)[..., None], alpha=_LEAST)
+    R = K_inv.mH @ inverse_root(V, metric.eye)
+    squares = g.row_squares(R)
+    (r,) = g.average_([state["rows"]], [squares], 1 - betas[1])  # times h, which takes √h from the rate
+    sizes = torch.div(r, second, out=squares).sqrt_().add_(eps * R.shape[-1] ** 0.5)  # in the precision of the rows
+    parts = sizes.split([x.shape[1] for x in g.rows], dim=1)
+    for d, m, size in zip(g.rows, g.average_(moments_of(state), g.rows, 1 - betas[0]), parts, strict=True):
+        torch.div(m, size, out=d)
+    return Update(g.rows, R @ (K_inv / first[:, None]), _RANK**0.5), {**state, "step": step}
+
+
+def muon(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> tuple[Update, State]:
+    """Compute the update of :class:`~quotient_manifolds.optim.QuotientMuon`, at the metric of :func:`muon_metric`."""
+    K_inv = metric.inverse_roots
+    torch._foreach_lerp_(g.rows, g.average_(moments_of(state), g.rows, 1 - momentum), momentum)
+    # Where the product lacks rank K⁻¹ of H is large, and u small: its Gram matrix comes after the product of both.
+    return Update(g.rows, K_inv.mH @ inverse_root(g.grams_of(K_inv), metric.eye) @ K_inv, 1 / 2), state
+
+
+def muon_metric(M: Tensor, N: Tensor, scale: float, *, lr: float, momentum: float) -> StepMetric:
+    """Return the metric of :class:`~quotient_manifolds.optim.QuotientMuon`, whose floor depends on the rate."""
+    step = lr / (4 * (1 - momentum))
+    floor = (_LEAST_PRODUCT * scale) ** 2 * trace(M @ N)[..., None, None] + step**2
+    # 0 for a learning rate of 0 at G = 0
+    return StepMetric(M, N, scale, torch.where(floor > 0, floor, 1))
+
+
+def sgd_state(rows: Sequence[Tensor], *, momentum: float) -> State:
+    """Return the state of :func:`sgd` before the first step, which without momentum is empty."""
+    return moments(rows) if momentum else {}
+
+
+def sgd(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> tuple[Update, State]:
+    """Compute the update of :class:`~quotient_manifolds.optim.QuotientSGD`."""
+    K_inv = metric.inverse_roots
+    torch._foreach_div_(g.rows, 1 - momentum)  # the mean of m and ∇ / (1 - μ) is μ m + ∇
+    d = g.average_(moments_of(state), g.rows, 1 - momentum) if state else g.rows
+    return Update(d, K_inv.mH @ K_inv), state
