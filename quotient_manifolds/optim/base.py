@@ -24,11 +24,11 @@ from ..symmetries.stacks import coverage, stacks
 from ..weights import is_sharded, trained, unwrapped, weights_of
 from .clipping import clipped
 from .metric import StepMetric, on_cpu
-from .others import Others, Tensors, described
+from .others import Others, described
 from .pairs import (
-    REPLACED,
     Layer,
     alone,
+    by_name,
     check_options,
     check_places,
     doubts,
@@ -40,8 +40,8 @@ from .pairs import (
     reasons,
 )
 from .rules import Rule, State, moments
-from .sharded import ShardedPairs, cut, full
 from .stack import Stack, restored
+from .store import Store, Tensors, cut, full
 
 #: Who saved a state without pairs.
 _UNKNOWN = (
@@ -171,7 +171,7 @@ class QuotientOptimizer(Optimizer):
         known = {name for p in claims for name in p.names}
         for g in self.param_groups if self._within is None else ():
             g["param_names"] = unwrapped(g["param_names"], known)
-        weights = self._weights()
+        weights = by_name(self.param_groups)
         home = {name: i for i, g in enumerate(self.param_groups) for name in g["param_names"]}
         moving = trained(weights)
         found, taken = given.restricted(moving), {s: p.name for p in old for s in p.slots}
@@ -209,34 +209,28 @@ class QuotientOptimizer(Optimizer):
             which = f"{len(left)} of {len(every)} {what}, which form no pair: {reasons(left)}"
             warnings.warn(f"{self._rest()} trains {which}", stacklevel=5)
 
-    def _weights(self) -> dict[str, Tensor]:
-        """Return the parameters as they are now, by their names."""
-        groups = [(group["param_names"], group["params"]) for group in self.param_groups]
-        if any(len(names) != len(params) for names, params in groups):
-            raise ValueError(f"a group has not as many names as parameters: some {REPLACED}")
-        found = [named for group in groups for named in zip(*group, strict=True)]
-        if len(weights := dict(found)) < len(found):
-            name = Counter(name for name, _ in found).most_common(1)[0][0]
-            raise ValueError(
-                f"two parameters are called {name!r}; put several models into one module, such as nn.ModuleList, and "
-                "take names and symmetries of that"
-            )
-        return weights
-
     def _rest(self) -> str:
         return " or ".join(dict.fromkeys(group["others"]["name"].rpartition(".")[2] for group in self.param_groups))
 
     def _cover(self, weights: Tensors) -> None:
-        self._shards = ShardedPairs(self._stacks, weights)
+        self._store = self._store_of(weights)
         self._certification = Certification(s.pairs for s in self._stacks)
         # Most masks are not kept: a byte for every weight.
         masks = coverage((s.pairs for s in self._stacks), weights)
         self._covered = {name: int((~mask).sum()) for name, mask in masks.items()}
-        cuts = {name: (weights[name], m) for name, m in masks.items() if self._covered[name]}
-        self._partly = {name: cut(p, m) if is_sharded(p) else m for name, (p, m) in cuts.items()}
+        self._partly = {name: cut(weights[name], mask) for name, mask in masks.items() if self._covered[name]}
         self._homes = {name: home_of(p) for name, p in weights.items()}
         self._paired = {name for name, left in self._covered.items() if not left}
         self._others.build(self.param_groups, self._paired, self.state)
+
+    def _store_of(self, weights: Tensors) -> Store:
+        """Return where the weights of the pairs lie, of which processes then share the sharded ones."""
+        sharded = [s for s in self._stacks if any(is_sharded(weights[run.slot.name]) for run in s.pairs.runs)]
+        if not sharded:
+            return Store()
+        from .sharded import ShardedPairs
+
+        return ShardedPairs(sharded, weights)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -250,23 +244,22 @@ class QuotientOptimizer(Optimizer):
             loss = None if closure is None else closure()
         for group in self.param_groups:  # which schedules change
             check_options(group, self.param_groups[0])
-        weights = self._weights()
+        weights = by_name(self.param_groups)
         if self._within is not None:
             check_places(self._within, self._layers, {k: p for k, p in weights.items() if k in self._inside})
         homes = {name: home_of(p) for name, p in weights.items()}
         if any(self._homes.get(name, home) != home for name, home in homes.items()):  # as after model.double()
             self.load_state_dict(self.state_dict())
-        gradients = self._shards.gradients(weights)
+        gradients, *whole = self._store.read(weights)
         if any(map(attrgetter("is_sparse"), gradients.values())):
             raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
         if gradients:
             with torch.autocast(next(iter(weights.values())).device.type, enabled=False):
-                self._step(weights, gradients)
+                self._step(weights, gradients, *whole)
         return loss
 
-    def _step(self, weights: Tensors, gradients: Tensors) -> None:
-        """Update the parameters that have a gradient."""
-        whole, whole_gradients = self._shards.gather(weights, gradients)
+    def _step(self, weights: Tensors, gradients: Tensors, whole: dict[str, Tensor], whole_gradients: Tensors) -> None:
+        """Update the parameters that have a gradient, given as they are, and whole where pairs are this process's."""
         started = [s for s in self._stacks if s.begin(whole, whole_gradients)]
         running = [s for s in started if s.runs]
         outside = {name: g for name, g in gradients.items() if name not in self._paired}
@@ -296,11 +289,11 @@ class QuotientOptimizer(Optimizer):
                 self._warn_once("too large", f"pair {s.name(stays)!r}: its product {_TOO_LARGE}")
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
-            outside = clipped(float(bound), running, outside, self._shards)
+            outside = clipped(float(bound), running, outside, self._store)
         for s in running:
             self._step_pairs(self.param_groups[s.group], s)
-        self._shards.scatter_(whole, weights)
-        whole.clear()
+        self._store.write_(whole, weights)
+        whole.clear()  # which stacks hold
         if outside:
             self._others.build(self.param_groups, self._paired, self.state)
             self._others.step(self.param_groups, weights, outside, self._partly, self.state)
@@ -308,10 +301,10 @@ class QuotientOptimizer(Optimizer):
     def _is_sound(self, running: Sequence[Stack], gradients: Tensors, outside: Tensors) -> bool:
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
         # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
-        parts = self._shards.once(outside.values(), copies=True)
+        parts = self._store.once(outside.values(), copies=True)
         numbers = [g.sum(dtype=at_least_float32(g.dtype)) for g in parts]
         numbers += [s.g.sizes if s.straight else s.g.sizes / s.sound().all() for s in running]
-        total = self._shards.sum(numbers)
+        total = self._store.sum(numbers)
         if not on_cpu(total):
             sound = total.abs() < torch.inf
             self._skipped = self._skipped.to(sound.device) + ~sound
@@ -348,7 +341,7 @@ class QuotientOptimizer(Optimizer):
     def __repr__(self) -> str:
         kinds = Counter((p.kind == "lora", p.group.h) for s in self._stacks for p in s.given)
         parts = [f"{n} {'adapter' if lora else 'pair'}{'s' * (n > 1)} of rank {h}" for (lora, h), n in kinds.items()]
-        left = sum(self._covered.get(name, p.numel()) for name, p in self._weights().items())
+        left = sum(self._covered.get(name, p.numel()) for name, p in by_name(self.param_groups).items())
         what = f"{', '.join(parts) or 'nothing'} on the quotient; {left} other weights by {self._rest()}"
         return f"{what}\n{super().__repr__()}"
 
@@ -364,7 +357,7 @@ class QuotientOptimizer(Optimizer):
         if count := int(self._skipped):
             warnings.warn(f"{count} steps were skipped: {_SKIPPED}", RuntimeWarning, stacklevel=2)
         kept = ("names", "flipped", "group", "steps")
-        stacks = [{k: getattr(s, k) for k in kept} | {"state": self._shards.whole_state(s)} for s in self._stacks]
+        stacks = [{k: getattr(s, k) for k in kept} | {"state": self._store.whole_state(s)} for s in self._stacks]
         more = {"kind": type(self).__name__, "pairs": [name for s in stacks for name in s["names"]], "stacks": stacks}
         found = {**super().state_dict(), **more}
         found["state"] = {i: {k: full(v) for k, v in state.items()} for i, state in found["state"].items()}
@@ -381,7 +374,7 @@ class QuotientOptimizer(Optimizer):
                 "optimiser with a short warm-up of the rate"
             )
         saved = copy.deepcopy(state_dict)  # torch would keep tensors, which the next step changes
-        weights = self._weights()
+        weights = by_name(self.param_groups)
         # Others have reached full rank since the saved optimiser was created.
         found = restored(saved["stacks"], (p for s in self._stacks for p in s.given), weights, self._new_state)
         groups = [{k: v for k, v in group.items() if k != "param_names"} for group in saved["param_groups"]]
@@ -390,7 +383,6 @@ class QuotientOptimizer(Optimizer):
                 raise ValueError(f"in this state {trainer} trains what is in no pair; make the optimiser with that")
         super().load_state_dict({"state": saved["state"], "param_groups": groups})
         for w, state in self.state.items():
-            if is_sharded(w):
-                state.update((k, cut(w, v)) for k, v in state.items() if isinstance(v, Tensor) and v.shape == w.shape)
+            state.update((k, cut(w, v)) for k, v in state.items() if isinstance(v, Tensor) and v.shape == w.shape)
         self._stacks = found
         self._cover(weights)

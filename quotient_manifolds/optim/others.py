@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-#: Tensors by the names of parameters.
-Tensors = Mapping[str, Tensor]
+from .store import Tensors
+
 Group = Mapping[str, Any]
 
 
@@ -60,6 +60,7 @@ class Others:
             for p in params:
                 if p in made.state:
                     state.setdefault(p, made.state[p])
+            made.state, made.param_groups[0]["params"] = state, []  # told at each step: others may replace them
 
     def step(
         self,
@@ -83,6 +84,7 @@ class Others:
                 others.state = state
                 others.param_groups[0].update(own)
                 others.step()
+                others.param_groups[0]["params"] = []
         for p, grad in kept.items():
             p.grad = grad
 

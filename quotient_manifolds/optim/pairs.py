@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, NoReturn
@@ -15,8 +16,8 @@ from ..symmetries.certificate import Certificate, NotASymmetryError
 from ..symmetries.lora import zero_norm
 from ..symmetries.pairs import Cause, Refusal, SymmetricPair
 from ..weights import is_sharded, weights_of
-from .sharded import full
 from .stack import Stack
+from .store import full
 
 #: A LoRA layer, the name of an adapter, and the scale of its pair, if it forms one.
 Layer = tuple[Any, str, float | None]
@@ -69,6 +70,21 @@ def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
             raise ValueError(f"{name} must be {words}, got {value!r}")
     if group["max_grad_norm"] != defaults["max_grad_norm"]:
         raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")
+
+
+def by_name(groups: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the parameters of groups as they are now, by their names."""
+    parts = [(group["param_names"], group["params"]) for group in groups]
+    if any(len(names) != len(params) for names, params in parts):
+        raise ValueError(f"a group has not as many names as parameters: some {REPLACED}")
+    found = [named for part in parts for named in zip(*part, strict=True)]
+    if len(weights := dict(found)) < len(found):
+        name = Counter(name for name, _ in found).most_common(1)[0][0]
+        raise ValueError(
+            f"two parameters are called {name!r}; put several models into one module, such as nn.ModuleList, and "
+            "take names and symmetries of that"
+        )
+    return weights
 
 
 def home_of(p: Tensor) -> tuple[Any, ...]:

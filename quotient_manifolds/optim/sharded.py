@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,19 +15,7 @@ from ..linalg import at_least_float32
 from ..weights import is_sharded
 from .metric import wide
 from .stack import Stack
-
-
-def full(t: Any) -> Tensor:
-    """Return a tensor that is sharded as a whole one, which all processes must ask for, and others as they are."""
-    found: Tensor = t.full_tensor() if is_sharded(t) else t
-    return found
-
-
-def cut(p: Any, whole: Tensor) -> Any:
-    """Shard a tensor that all processes have as a parameter of its shape is."""
-    from torch.distributed.tensor import DTensor  # which takes long to load
-
-    return DTensor.from_local(whole, p.device_mesh).redistribute(placements=p.placements)
+from .store import Store, full
 
 
 def _over(t: Any) -> tuple[Any, tuple[int, ...]]:
@@ -55,23 +43,23 @@ def exchange(sent: list[list[Tensor]], into: list[list[Tensor]], nothing: Tensor
     torch._foreach_copy_(filled, [part.view(t.shape) for part, t in zip(parts, filled, strict=True)])
 
 
-class ShardedPairs:
+class ShardedPairs(Store):
     """The processes over which the parameters of pairs are sharded, each of which steps a share of every stack.
 
     It gets the rows of the factors in its share from all others, and sends those of the new ones back.
     """
 
-    def __init__(self, stacks: Iterable[Stack], weights: Mapping[str, Any]) -> None:
-        sharded = [s for s in stacks if any(is_sharded(weights[run.slot.name]) for run in s.pairs.runs)]
+    def __init__(self, sharded: Sequence[Stack], weights: Mapping[str, Any]) -> None:
         self._over = {_over(weights[run.slot.name]) for s in sharded for run in s.pairs.runs}
         if len(self._over) > 1 or any(len(dims) != 1 for _, dims in self._over):
             raise ValueError(
                 "pairs are sharded over several meshes, tensor-parallel, or in part since the optimiser was made; "
                 "fully_shard all over one mesh"
             )
-        self.group = next((mesh.get_group(dims[0]) for mesh, dims in self._over), None)
-        self.rank, self.size = (dist.get_rank(self.group), dist.get_world_size(self.group)) if sharded else (0, 1)
-        self._replicas = [mesh.get_group(i) for mesh, dims in self._over for i in range(mesh.ndim) if i not in dims]
+        ((mesh, dims),) = self._over
+        self.group = mesh.get_group(dims[0])
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._replicas = [mesh.get_group(i) for i in range(mesh.ndim) if i not in dims]
         shares = [[p for s in sharded for p in s.given[_share(s, rank, self.size)]] for rank in range(self.size)]
         #: The names of the weights that each process needs, and of those that several need.
         self._needed = [list(dict.fromkeys(name for p in own for name in p.names)) for own in shares]
@@ -80,34 +68,36 @@ class ShardedPairs:
         # Of the device and the dtype in which all is sent: not every backend sends half precision.
         needed = [weights[name] for name in counts]
         empty = [p.to_local().flatten()[:0].to(at_least_float32(p.dtype)) for p in needed]
-        self._nothing = torch.cat(empty) if sharded else torch.empty(0)
+        self._nothing = torch.cat(empty)
         for s in (s for s in sharded if s.own == slice(None)):
             s.keep(_share(s, self.rank, self.size))
 
     def sum(self, numbers: Iterable[Tensor]) -> Tensor:
         """Sum all entries of some tensors in all processes."""
-        found = [*numbers] or [self._nothing]
-        total = torch.cat([n.to(found[0].device).flatten() for n in found]).sum()
-        if self.group is not None:  # in one dtype
-            dist.all_reduce(total := wide(total), group=self.group)
+        total = wide(super().sum([*numbers] or [self._nothing]))  # in one dtype
+        dist.all_reduce(total, group=self.group)
         return total
 
-    def gradients(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    def read(self, weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Return all gradients; and weights and gradients, of which those of this process's pairs are whole."""
+        gradients = self._gradients(weights)
+        return gradients, self._gathered(weights, weights), self._gathered(gradients, weights)
+
+    def _gradients(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
         """List the gradients of weights, of which all processes then have the same.
 
         Where one has none but another has, as by hand, it is 0, and so are those of its replicas.
         """
         found = {name: p.grad for name, p in weights.items()}
-        sharded = {name: p for name, p in weights.items() if self.group is not None and is_sharded(p)}
-        if sharded:
-            lacks = [float(p.grad is None) for p in sharded.values()]
-            marks = torch.tensor([lacks, [1 - v for v in lacks]], device=next(iter(sharded.values())).device)
-            for group in self._replicas:
-                dist.all_reduce(marks, dist.ReduceOp.MAX, group=group)
-            dist.all_reduce(marks[1], dist.ReduceOp.MAX, group=self.group)
-            for (name, p), lacking, some in zip(sharded.items(), *marks.tolist(), strict=True):
-                if lacking:
-                    found[name] = torch.zeros_like(p) if some else None
+        sharded = {name: p for name, p in weights.items() if is_sharded(p)}
+        lacks = [float(p.grad is None) for p in sharded.values()]
+        marks = torch.tensor([lacks, [1 - v for v in lacks]], device=self._nothing.device)
+        for group in self._replicas:
+            dist.all_reduce(marks, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(marks[1], dist.ReduceOp.MAX, group=self.group)
+        for (name, p), lacking, some in zip(sharded.items(), *marks.tolist(), strict=True):
+            if lacking:
+                found[name] = torch.zeros_like(p) if some else None
         return {name: g for name, g in found.items() if g is not None}
 
     def once(self, tensors: Iterable[Any], *, copies: bool = False) -> Iterator[Tensor]:
@@ -118,24 +108,16 @@ class ShardedPairs:
             if ours or copies or self.rank == 0:
                 yield part
 
-    def gather(
-        self, weights: Mapping[str, Any], gradients: Mapping[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return weights and gradients, of which those of this process's pairs are whole."""
-        found: list[dict[str, Tensor]] = []
-        for tensors in (weights, gradients):
-            whole = {}
-            if self.group is not None:  # one without a gradient is sent, but not used
-                whole = {name: self._nothing.new_empty(weights[name].shape) for name in self._needed[self.rank]}
-                local = [[tensors.get(name, weights[name]).to_local() for name in own] for own in self._needed]
-                exchange(local, self._rows(whole, weights), self._nothing, self.group)
-            found.append({**tensors, **{name: t for name, t in whole.items() if name in tensors}})
-        return found[0], found[1]
+    def _gathered(self, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return weights or gradients, of which those of this process's pairs are whole."""
+        whole = {name: self._nothing.new_empty(weights[name].shape) for name in self._needed[self.rank]}
+        # One without a gradient is sent, but not used.
+        local = [[tensors.get(name, weights[name]).to_local() for name in own] for own in self._needed]
+        exchange(local, self._rows(whole, weights), self._nothing, self.group)
+        return {**tensors, **{name: t for name, t in whole.items() if name in tensors}}
 
-    def scatter_(self, whole: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
+    def write_(self, whole: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
         """Write to the weights of all processes what each has made of those that it has gathered."""
-        if self.group is None:
-            return
         local = {name: weights[name].to_local() for name in dict.fromkeys(chain(*self._needed))}
         before = {name: local[name].clone() for name in self._common}
         into = [[before[name].clone() if name in before else local[name] for name in own] for own in self._needed]

@@ -150,8 +150,7 @@ class Stack:
 
         Biases do not decay. The state is transported with them, or left as it is. On the CPU memory is kept.
         """
-        old = self.state  # what a rule wrote to, waits where it must
-        self.state = {k: v if v is old[k] else self.g.only(v, old[k]) for k, v in state.items()}
+        self._take_(state)
         keep, rate, across = max(1 - decay, 0) ** 0.5, rate * update.factor, list[Tensor]()
         sides = update.matrices.to(self.x[0].dtype).unbind(1)
         for slots, x, d, a in zip(self.slots, self.x, update.rows, sides, strict=True):
@@ -171,6 +170,17 @@ class Stack:
             self._transport_matrices_(T)
         if not on_cpu(self.g.sizes):
             del self.x, self.g
+
+    def _take_(self, new: Mapping[str, Tensor]) -> None:
+        """Take a new state of points that take their step; what a rule wrote to in place is as it should be."""
+        old = self.state
+        if new.keys() != old.keys():
+            raise ValueError(
+                f"a rule returned {sorted(new)}, but its state has {sorted(old)}; new_state makes all of it"
+            )
+        mine = {g.data_ptr() for g in self.g.rows}  # which take other gradients
+        own = {k: v.clone() if v.data_ptr() in mine else v for k, v in new.items() if v is not old[k]}
+        self.state = {**old, **{k: self.g.only(v, old[k]) for k, v in own.items()}}
 
     def _transport_matrices_(self, T: Tensor) -> None:
         """Multiply Gram matrices of covectors by (T_G, T_H) from both sides."""

@@ -11,7 +11,7 @@ from quotient_manifolds.optim import QuotientAdam, QuotientMuon, QuotientOptimiz
 from quotient_manifolds.optim.metric import Gradient, StepMetric
 from quotient_manifolds.symmetries import adapter_pairs, factor_pair
 
-from ..training import lora, train, trained
+from ..training import lora, loss_of, train, trained
 from .test_optim_laws import exact_inverse_root, polar, root
 
 SCALE, LR = 1.7, 0.05
@@ -179,6 +179,43 @@ def test_a_rule_of_ones_own_that_writes_nothing_in_place():
         train(model, optimizer, 3, schedule=False)
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert float((ends[0] - ends[1]).abs().max()) < 1e-10
+
+
+class Last(Descent):
+    """Steps along the gradient, which it returns as its state."""
+
+    @staticmethod
+    def rule(metric, g, state, *, momentum):
+        new = dict(zip(state, g.rows, strict=True))
+        if momentum == 0.1:
+            new["more"] = g.sizes
+        K_inv = metric.inverse_roots
+        return rules.Update(g.rows, K_inv.mH @ K_inv), new
+
+
+@pytest.mark.parametrize("transports", [True, False])
+def test_a_state_may_be_the_gradients_themselves(transports, monkeypatch):
+    """They lie where the next gradients are written to."""
+    monkeypatch.setattr(Last, "transports", transports)
+    model, plain = lora(), lora()
+    optimizer, other = Last(trained(model), adapter_pairs(model)), QuotientSGD(trained(plain), adapter_pairs(plain))
+    for _ in range(2):
+        train(model, optimizer, 1, schedule=False)
+        kept = copy.deepcopy(optimizer.state_dict()["stacks"])
+        train(plain, other, 1, schedule=False)
+        loss_of(model).backward()
+        for s in optimizer._stacks:
+            with torch.no_grad():
+                s.begin(dict(trained(model)), {name: p.grad for name, p in trained(model)})
+        for a, b in zip(kept, optimizer.state_dict()["stacks"], strict=True):
+            assert all(torch.equal(a["state"][k], b["state"][k]) for k in a["state"])
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-12)
+    wrong = Last(trained(model), adapter_pairs(model), momentum=0.1)
+    with pytest.raises(
+        ValueError, match=r"a rule returned \['moment G', 'moment H', 'more'\], but its state has \['mom"
+    ):
+        wrong.step()
 
 
 class Signs(torch.optim.Optimizer):
