@@ -13,6 +13,7 @@ PUBLIC = [
     "quotient_manifolds",
     "quotient_manifolds.adapters",
     "quotient_manifolds.optim",
+    "quotient_manifolds.optim.rules",
     "quotient_manifolds.pymanopt",
     "quotient_manifolds.symmetries",
     "quotient_manifolds.symmetries.whole",

@@ -48,6 +48,15 @@ class Update(NamedTuple):
         A of G and of H, (points, 2, h, h).
     factor : float
         c.
+
+    Examples
+    --------
+    Riemannian gradient descent, ∇ W⁻¹:
+
+    >>> from quotient_manifolds.optim.rules import Update
+    >>> def descent(metric, g, state):
+    ...     K_inv = metric.inverse_roots
+    ...     return Update(g.rows, K_inv.mH @ K_inv), state
     """
 
     rows: Sequence[Tensor]
@@ -59,12 +68,47 @@ Rule = Callable[..., tuple[Update, State]]
 
 
 def moments(rows: Sequence[Tensor], **_: object) -> State:
-    """Return a state of two moments that are 0, in the memory of tensors (points, n, h) and (points, m, h)."""
+    """Return a state of two moments that are 0.
+
+    Parameters
+    ----------
+    rows : sequence of Tensor
+        Tensors (points, n, h) and (points, m, h), which become the moments.
+
+    Returns
+    -------
+    dict
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim.rules import moments
+    >>> {name: tuple(m.shape) for name, m in moments([torch.empty(1, 5, 2), torch.empty(1, 4, 2)]).items()}
+    {'moment G': (1, 5, 2), 'moment H': (1, 4, 2)}
+    """
     return {f"moment {side}": x.zero_() for side, x in zip("GH", rows, strict=True)}
 
 
 def adam_state(rows: Sequence[Tensor], **_: object) -> State:
-    """Return the state of :func:`adam` before the first step, with moments in the memory of rows."""
+    """Return the state of :func:`adam` before the first step: moments, C, r, and the number of steps.
+
+    Parameters
+    ----------
+    rows : sequence of Tensor
+        Tensors (points, n, h) and (points, m, h), which become the moments.
+
+    Returns
+    -------
+    dict
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim.rules import adam_state
+    >>> state = adam_state([torch.empty(1, 5, 2), torch.empty(1, 4, 2)])
+    >>> tuple(state["matrix"].shape), tuple(state["rows"].shape), int(state["step"])
+    ((1, 2, 2, 2), (1, 9, 1), 0)
+    """
     (size, n, h), m = rows[0].shape, rows[1].shape[1]
     like = wide(rows[0][:0])
     small = {"matrix": like.new_zeros(size, 2, h, h), "step": like.real.new_zeros(size)}
@@ -74,7 +118,42 @@ def adam_state(rows: Sequence[Tensor], **_: object) -> State:
 def adam(
     metric: StepMetric, g: Gradient, state: State, *, betas: tuple[float, float], eps: float
 ) -> tuple[Update, State]:
-    """Compute the update of :class:`~quotient_manifolds.optim.QuotientAdam`, whose formulas and names these are."""
+    r"""Compute the update of :class:`~quotient_manifolds.optim.QuotientAdam`, whose formulas and names these are.
+
+    Parameters
+    ----------
+    metric : StepMetric
+        The metric at a stack of points.
+    g : Gradient
+        The gradients there, which are overwritten.
+    state : dict
+        As from :func:`adam_state`; what is averaged is written in place.
+    betas : (float, float)
+        β₁, β₂.
+    eps : float
+        ε.
+
+    Returns
+    -------
+    update : Update
+    state : dict
+
+    Notes
+    -----
+    C is kept as a mean of ∇ᴴ∇, which K⁻¹ and K⁻ᴴ turn into that of coordinates, and r as h times that of the formula.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim.metric import Gradient, StepMetric
+    >>> from quotient_manifolds.optim.rules import adam, adam_state
+    >>> G, H = (torch.ones(1, rows, 1, dtype=torch.float64) for rows in (5, 4))
+    >>> metric, g = StepMetric(G.mH @ G, H.mH @ H), Gradient([3 * G, 3 * H]).read()
+    >>> state = adam_state([torch.empty_like(G), torch.empty_like(H)])
+    >>> update, state = adam(metric, g, state, betas=(0.9, 0.999), eps=1e-8)
+    >>> (update.factor * update.rows[0] @ update.matrices[:, 0])[0, 0].round(decimals=3).item()
+    1.414
+    """
     K_inv, step = metric.inverse_roots, state["step"] + 1
     first, second = (1 - beta ** step[:, None, None] for beta in betas)
     # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
@@ -92,7 +171,36 @@ def adam(
 
 
 def muon(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> tuple[Update, State]:
-    """Compute the update of :class:`~quotient_manifolds.optim.QuotientMuon`, at the metric of :func:`muon_metric`."""
+    r"""Compute the update of :class:`~quotient_manifolds.optim.QuotientMuon`, at the metric of :func:`muon_metric`.
+
+    Parameters
+    ----------
+    metric : StepMetric
+        The metric at a stack of points.
+    g : Gradient
+        The gradients there, which are overwritten.
+    state : dict
+        As from :func:`moments`; what is averaged is written in place.
+    momentum : float
+        μ.
+
+    Returns
+    -------
+    update : Update
+    state : dict
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim.metric import Gradient, StepMetric
+    >>> from quotient_manifolds.optim.rules import muon, moments
+    >>> G, H = (torch.ones(1, rows, 1, dtype=torch.float64) for rows in (5, 4))
+    >>> metric, g = StepMetric(G.mH @ G, H.mH @ H), Gradient([3 * G, 3 * H]).read()
+    >>> state = moments([torch.empty_like(G), torch.empty_like(H)])
+    >>> update, state = muon(metric, g, state, momentum=0.9)
+    >>> (update.factor * update.rows[0] @ update.matrices[:, 0])[0, 0].round(decimals=3).item()
+    0.112
+    """
     K_inv = metric.inverse_roots
     torch._foreach_lerp_(g.rows, g.average_(moments_of(state), g.rows, 1 - momentum), momentum)
     # Where the product lacks rank K⁻¹ of H is large, and u small: its Gram matrix comes after the product of both.
@@ -100,7 +208,28 @@ def muon(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> t
 
 
 def muon_metric(M: Tensor, N: Tensor, scale: float, *, lr: float, momentum: float) -> StepMetric:
-    """Return the metric of :class:`~quotient_manifolds.optim.QuotientMuon`, whose floor depends on the rate."""
+    r"""Return the metric of :class:`~quotient_manifolds.optim.QuotientMuon`, whose floor δ depends on the rate.
+
+    Parameters
+    ----------
+    M, N : Tensor
+        Gram matrices of G and of H, (points, h, h), in double precision.
+    scale : float
+        s.
+    lr, momentum : float
+        η, μ.
+
+    Returns
+    -------
+    StepMetric
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim.rules import muon_metric
+    >>> bool(muon_metric(torch.zeros(1, 2, 2), torch.eye(2)[None], 1.0, lr=0.02, momentum=0.9).sound)
+    True
+    """
     step = lr / (4 * (1 - momentum))
     floor = (_LEAST_PRODUCT * scale) ** 2 * trace(M @ N)[..., None, None] + step**2
     # 0 for a learning rate of 0 at G = 0
@@ -108,12 +237,60 @@ def muon_metric(M: Tensor, N: Tensor, scale: float, *, lr: float, momentum: floa
 
 
 def sgd_state(rows: Sequence[Tensor], *, momentum: float) -> State:
-    """Return the state of :func:`sgd` before the first step, which without momentum is empty."""
+    """Return the state of :func:`sgd` before the first step, which without momentum is empty.
+
+    Parameters
+    ----------
+    rows : sequence of Tensor
+        Tensors (points, n, h) and (points, m, h), which become the moments.
+    momentum : float
+        μ.
+
+    Returns
+    -------
+    dict
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim.rules import sgd_state
+    >>> [len(sgd_state([torch.empty(1, 5, 2), torch.empty(1, 4, 2)], momentum=m)) for m in (0.0, 0.9)]
+    [0, 2]
+    """
     return moments(rows) if momentum else {}
 
 
 def sgd(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> tuple[Update, State]:
-    """Compute the update of :class:`~quotient_manifolds.optim.QuotientSGD`."""
+    r"""Compute the update of :class:`~quotient_manifolds.optim.QuotientSGD`.
+
+    Parameters
+    ----------
+    metric : StepMetric
+        The metric at a stack of points.
+    g : Gradient
+        The gradients there, which are overwritten.
+    state : dict
+        As from :func:`sgd_state`; what is averaged is written in place.
+    momentum : float
+        μ.
+
+    Returns
+    -------
+    update : Update
+    state : dict
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim.metric import Gradient, StepMetric
+    >>> from quotient_manifolds.optim.rules import sgd, sgd_state
+    >>> G, H = (torch.ones(1, rows, 1, dtype=torch.float64) for rows in (5, 4))
+    >>> metric, g = StepMetric(G.mH @ G, H.mH @ H), Gradient([3 * G, 3 * H]).read()
+    >>> state = sgd_state([torch.empty_like(G), torch.empty_like(H)], momentum=0.9)
+    >>> update, state = sgd(metric, g, state, momentum=0.9)
+    >>> (update.factor * update.rows[0] @ update.matrices[:, 0])[0, 0].round(decimals=3).item()
+    0.75
+    """
     K_inv = metric.inverse_roots
     torch._foreach_div_(g.rows, 1 - momentum)  # the mean of m and ∇ / (1 - μ) is μ m + ∇
     d = g.average_(moments_of(state), g.rows, 1 - momentum) if state else g.rows
