@@ -185,7 +185,10 @@ def _in_words(name: str, kind: Kind, revision: str) -> Iterator[None]:
         raise FileNotFoundError(f"{name} has no revision {revision!r}; name a branch, a tag or a commit") from error
     except errors.OfflineModeIsEnabled as error:
         raise ConnectionError("HF_HUB_OFFLINE forbids to fetch it: fetch it once without that") from error
-    except Exception as error:  # of sockets, of the library for HTTP, of a server that fails
+    except errors.HfHubHTTPError as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConnectionError(f"{constants.ENDPOINT} answers with an error ({why}): try again later") from error
+    except Exception as error:  # of sockets, of the library for HTTP
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConnectionError(f"{constants.ENDPOINT} does not answer ({why}): try again with a network") from error
 

@@ -97,6 +97,11 @@ class _Quotient(Manifold):
 
     def _tensor(self, value: Any) -> Tensor:
         """Return a copy in double precision."""
+        if isinstance(value, (Tensor, tuple, list)):
+            raise TypeError(
+                f"{self}: points and vectors for pymanopt are NumPy arrays, got a {type(value).__name__}; "
+                "for a tensor pass x.numpy(), for factors numpy.concatenate([G, H])"
+            )
         array = np.asarray(value)
         if array.dtype.kind not in "fiu":
             raise TypeError(

@@ -71,7 +71,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         revision behind an @); a .safetensors or .pt file with tensors x and y, or with inputs and labels of
         transformers; module:function, a function of yours that returns batches.
     """
-    from quotient_manifolds.hub import is_name, look_up
+    from quotient_manifolds.hub import look_up
 
     look_up("model", "transformers", model)
     look_up("dataset", "datasets", data)
@@ -96,8 +96,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         with require_extra("a report needs matplotlib and pandas", "plot"):
             import matplotlib  # noqa: F401
             import pandas  # noqa: F401
-    if is_name(model):
-        check_source(data)  # before gigabytes are fetched
+    check_source(data)  # before gigabytes are fetched or loaded
     choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, own.checkpoint)
     with torchrun(where := devices.checked_device(own.device)) as group:
         leader = World(group).rank == 0

@@ -121,8 +121,8 @@ class SharpnessMonitor(Callback):
             self._log(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the last step."""
-        self.monitor.start(trainer.global_step)
+        """End."""
+        self.monitor.end(trainer.global_step)
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = self.monitor.after_step(pl_module, trainer.global_step)

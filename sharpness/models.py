@@ -312,7 +312,8 @@ def _from_transformers(folder: Path) -> LoadedModel:
             "away, or return what is to be measured from a function of yours (module:function)"
         )
     if not (folder / "config.json").is_file():
-        raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model")
+        on_hub = f"; for the model of this name on the Hub write {folder}@main" if len(folder.parts) == 2 else ""
+        raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model{on_hub}")
     with require_extra(f"reading {folder} needs transformers", "transformers"):
         import transformers
     with quiet(), naming(f"{folder} cannot be loaded"):

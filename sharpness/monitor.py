@@ -178,6 +178,13 @@ class Monitor:
         self._last, self._worked = step if self.every else -1, False
         self._before: dict[str, Tensor] | None = None
 
+    def end(self, step: int) -> None:
+        """End a training, and forget its last step: the weights may be those of the best checkpoint now."""
+        if not self._worked:
+            why = "there was no evaluation" if self.every is None else f"it ended before {self.every} steps"
+            warnings.warn(f"nothing was measured in this training: {why}; pass a smaller every", stacklevel=3)
+        self.start(step)
+
     def due(self, step: int) -> bool:
         """Whether to measure after so many steps; where optimisers take turns, these may pass the number."""
         return self.every is not None and step // self.every > self._last // self.every

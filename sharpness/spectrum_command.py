@@ -65,7 +65,7 @@ def spectrum(
     quiet
         Show no progress.
     """
-    from quotient_manifolds.hub import is_name, look_up
+    from quotient_manifolds.hub import look_up
 
     look_up("model", "transformers", model)
     look_up("dataset", "datasets", data)
@@ -89,8 +89,7 @@ def spectrum(
     if plot is not None:
         with require_extra("a picture needs matplotlib", "plot"):
             import matplotlib  # noqa: F401
-    if is_name(model):
-        check_source(data)  # before gigabytes are fetched
+    check_source(data)  # before gigabytes are fetched or loaded
     choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, checkpoint)
     loaded, where = models.load(model, checkpoint), devices.checked_device(device)
     network, batches = devices.move(loaded.model, where), choice.load(loaded, where)

@@ -114,8 +114,8 @@ class SharpnessCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Forget the last step: the weights may be those of the best checkpoint now."""
-        self.monitor.start(state.global_step)
+        """End."""
+        self.monitor.end(state.global_step)
 
     def _log(self, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         wanted = control.should_log  # what is logged here is not what the trainer was about to log

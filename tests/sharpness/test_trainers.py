@@ -195,6 +195,16 @@ def test_a_callback_belongs_to_one_trainer(tmp_path):
         sharpness.transformers.SharpnessCallback(one, BATCHES, quantities=["flatness"])
 
 
+@pytest.mark.parametrize(("every", "why"), [(None, "there was no evaluation"), (9, "it ended before 9 steps")])
+def test_a_training_that_measured_nothing_says_so(every, why, tmp_path):
+    made = trainer(tmp_path)
+    monitored(made, every=every)
+    with pytest.warns(UserWarning, match=f"nothing was measured in this training: {why}"):
+        made.train()
+    with pytest.warns(UserWarning, match=f"nothing was measured in this training: {why}"):
+        fit(tmp_path, in_lightning(every=every))
+
+
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
