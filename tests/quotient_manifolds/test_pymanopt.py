@@ -342,6 +342,11 @@ def test_points_that_are_none():
         manifold.norm(x.astype(complex), x)
     with pytest.raises(TypeError, match="real arrays, got complex128"):
         manifold.norm(x, 1j * x)
+    for other in (torch.ones(N + M, 2), (np.ones((N, 2)), np.ones((M, 2)))):
+        with pytest.raises(
+            TypeError, match=rf"are NumPy arrays, got a {type(other).__name__}; for a tensor pass x.numpy"
+        ):
+            manifold.norm(other, x)
     with pytest.raises(ValueError, match=r"have the shape \(12, 2\), got \(12, 3\)"):
         manifold.norm(np.ones((N + M, 3)), x)
     with pytest.raises(ValueError, match="does not have full column rank"):
