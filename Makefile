@@ -11,7 +11,9 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-
 PYTEST := PYTHONWARNDEFAULTENCODING=1 PYTHONWARNINGS=ignore::EncodingWarning:torch $(PYTEST)
 # Tests of what readers see, which make docs runs.
 PAGES := tests/test_docs.py tests/test_newcomers.py tests/test_examples.py tests/test_pages.py
-PACKAGES := tests quotient_manifolds sharpness --ignore tests/benchmarks $(PAGES:%=--ignore %)
+# Tests on a device that is not the CPU: with those as on other machines.
+DEVICES := tests/test_second_device.py
+PACKAGES := tests quotient_manifolds sharpness --ignore tests/benchmarks $(DEVICES:%=--ignore %) $(PAGES:%=--ignore %)
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
@@ -21,15 +23,15 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## train a vision transformer, measure it and ten reparametrisations, draw the picture (a minute)
 	OMP_NUM_THREADS=1 $(BIN)/sharpness demo $(ARGS)
 
-test: $(VENV)/.dev  ## run the tests of the packages (six minutes on two cores); ARGS="-k name" chooses
+test: $(VENV)/.dev  ## run the tests of the packages (five minutes on two cores); ARGS="-k name" chooses
 	$(PYTEST) $(PACKAGES) $(ARGS)
 
 studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and benchmarks/
 	$(PYTEST) reproduction tests/benchmarks $(ARGS)
 
-elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds: what passes here by luck fails there
+elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds, where what passes here by luck fails, and on a second device
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 MOVE_SEEDS=$${MOVE_SEEDS:-1000} \
-		$(PYTEST) tests/quotient_manifolds tests/sharpness $(ARGS)
+		$(PYTEST) tests/quotient_manifolds tests/sharpness $(DEVICES) $(ARGS)
 
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)

@@ -5,7 +5,7 @@ import pytest
 from . import fuzzing
 from .extent import EXHAUSTIVE
 
-CHUNKS = list(fuzzing.chunks(10_000 if EXHAUSTIVE else 100))
+CHUNKS = list(fuzzing.chunks(10_000 if EXHAUSTIVE else 70))
 
 
 @pytest.fixture(scope="session")

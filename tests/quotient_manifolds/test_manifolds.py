@@ -19,7 +19,7 @@ from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from quotient_manifolds.base import TangentSpace
 from quotient_manifolds.manifold import GLQuotient
 from quotient_manifolds.metrics import MIX
-from tests.extent import EXHAUSTIVE, checkered
+from tests.extent import EXHAUSTIVE, checkered, share
 from tests.points import ALL, MANIFOLDS, carry, close, metrics, two_points
 
 # -- base -------------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_operations_are_homogeneous(manifold, name, dtype):
             )
 
 
-@pytest.mark.parametrize(("manifold", "name"), NAMES, ids=str)
+@pytest.mark.parametrize(("manifold", "name"), share(NAMES, 2), ids=str)
 def test_no_decomposition_that_fails_in_silence_is_believed(manifold, name, monkeypatch):
     """Some libraries return NaN instead of an error."""
     arguments = case_of(manifold)

@@ -7,7 +7,7 @@ from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from quotient_manifolds.linalg import NotFiniteError
 from quotient_manifolds.testing import check_manifold
 from tests.broken_manifolds import Base
-from tests.extent import EXHAUSTIVE, checkered
+from tests.extent import EXHAUSTIVE, checkered, share
 
 # -- properties -------------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def euclidean_projection(x, u):
     return u - (torch.linalg.lstsq(vertical.T, u.flatten()[:, None]).solution.T @ vertical).reshape(x.shape)
 
 
-@pytest.mark.parametrize("name", SPOILT)
+@pytest.mark.parametrize("name", share(SPOILT, 2))
 def test_what_is_wrong_is_named(name):
     manifold = type("Spoilt", (Base,), {**SPOILT[name], "__scaling__": Base.__scaling__.copy()})(5, 4)
     batch = (2,) if "batch" in name else ()

@@ -20,6 +20,7 @@ from quotient_manifolds.symmetries import move_
 from sharpness.losses import Objective, default_loss
 from sharpness.study.run import _loss_and_error
 from tests import networks
+from tests.extent import share
 
 
 def masked_language_model():
@@ -77,7 +78,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", share(CASES, 2))
 def test_micro_batches_in_float64(case):
     model, batch = CASES[case]()
     networks.shake(model)

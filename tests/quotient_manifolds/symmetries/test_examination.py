@@ -176,7 +176,7 @@ def rows():
         }
 
 
-CASES = [pytest.param(*key, id="-".join(key)) for key in rows() if EXHAUSTIVE or key[1] in SOME]
+CASES = share([pytest.param(*key, id="-".join(key)) for key in rows() if EXHAUSTIVE or key[1] in SOME], 2)
 
 
 @pytest.mark.filterwarnings("ignore")
