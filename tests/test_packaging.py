@@ -14,7 +14,6 @@ import torch
 
 import quotient_manifolds
 import sharpness
-from tests.extent import EXHAUSTIVE
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,7 +34,6 @@ core_only.check_imports()
 """
 
 
-@pytest.mark.skipif(not EXHAUSTIVE, reason="make wheel does the same without the extras")
 def test_the_core_without_extras():
     """Importing it warns of nothing, it works, and an import that is too much is seen (yaml, put there at the end)."""
     command = [sys.executable, "-c", CORE_ALONE]
