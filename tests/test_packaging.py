@@ -233,15 +233,26 @@ def test_text_names_its_encoding():
     assert {str(path): found for path, text in opening.items() if (found := [*unnamed(text)])} == {}
 
 
+def made(text):
+    """List the targets that a workflow calls."""
+    return [target for line in re.findall(r"run: make (.*)", text) for target in line.split()]
+
+
 def test_workflows_and_templates_are_read():
     import yaml
 
     found = [*(ROOT / ".github").rglob("*.yml")]
-    assert len(found) == 4
+    assert len(found) == 5
     for path in found:
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["name"], path
-    targets = re.search(r"run: make (.*)", (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))[
-        1
-    ].split()
-    for target in targets:
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
+    makefile, workflows = (ROOT / "Makefile").read_text(encoding="utf-8"), ROOT / ".github/workflows"
+    called = {p.stem: made(p.read_text(encoding="utf-8")) for p in workflows.glob("*.yml")}
+    for target in (t for targets in called.values() for t in targets):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    assert "test-oldest" in called["release"], "a release has been tried with the oldest dependencies"
+    asked = re.findall(r"^make (\S+)", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*asked} <= {*called["tests"]}, "a pull request is asked for all that is asked for here"
+    named = re.findall(r"pytest .* (\S+) --ignore (\S+)", (workflows / "tests.yml").read_text(encoding="utf-8"))[0]
+    assert all((ROOT / name).exists() for name in named)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    assert {hook["entry"].split()[1] for hook in hooks} == {"check", "format"}

@@ -942,6 +942,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
     assert near(dense(tmp_path / "empty"), dense(one), 1e-6)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither fork nor signals")
 def test_what_a_killed_command_leaves_goes_with_the_next(tmp_path):
     one, out, mine = saved(tmp_path / "one"), tmp_path / "out[1]", tmp_path / ".out[1].quotient-lora-mine"
     kept = {tmp_path / "one", mine}
@@ -1033,6 +1034,7 @@ except SystemExit:
     assert done.stdout.endswith("False\n")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither fork nor signals")
 def test_a_command_that_is_told_to_end_removes_what_it_began(tmp_path, monkeypatch):
     one, seen = saved(tmp_path / "one"), []
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import os
 import pickle
 import time
 from dataclasses import replace
@@ -478,6 +479,7 @@ def one_of_two(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_ddp_of_two_processes(tmp_path):
     torch.multiprocessing.start_processes(one_of_two, (str(tmp_path),), nprocs=2, start_method="fork")
