@@ -35,10 +35,10 @@ QUANTITIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def batches(minilm: Path, folder: Path) -> Iterator[Batch]:
+def batches(minilm: Path, folder: Path, seed: int = 0) -> Iterator[Batch]:
     """Draw sentences of the training data."""
     tokenizer, rows = AutoTokenizer.from_pretrained(minilm), sst2(folder)[0]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     while True:
         at = torch.randint(len(rows), (BATCH,), generator=generator).tolist()
         words = tokenizer(
