@@ -11,9 +11,10 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-
 PYTEST := PYTHONWARNDEFAULTENCODING=1 PYTHONWARNINGS=ignore::EncodingWarning:torch $(PYTEST)
 # Tests of what readers see, which make docs runs.
 PAGES := tests/test_docs.py tests/test_newcomers.py tests/test_examples.py tests/test_pages.py
-# Tests on a device that is not the CPU: with those as on other machines.
-DEVICES := tests/test_second_device.py
-PACKAGES := tests quotient_manifolds sharpness --ignore tests/benchmarks $(DEVICES:%=--ignore %) $(PAGES:%=--ignore %)
+# Tests in several processes, and on a device that is not the CPU: a fifth of the time, with those as on other machines.
+PROCESSES := tests/test_second_device.py tests/sharpness/test_sharded.py tests/sharpness/test_distributed.py \
+	tests/quotient_manifolds/test_optim_sharded.py
+PACKAGES := tests quotient_manifolds sharpness --ignore tests/benchmarks $(PAGES:%=--ignore %)
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
@@ -24,19 +25,19 @@ demo: $(VENV)/.demo  ## train a vision transformer, measure it and ten reparamet
 	OMP_NUM_THREADS=1 $(BIN)/sharpness demo $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests of the packages (five minutes on two cores); ARGS="-k name" chooses
-	$(PYTEST) $(PACKAGES) $(ARGS)
+	$(PYTEST) $(PACKAGES) $(PROCESSES:%=--ignore %) $(ARGS)
 
 studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and benchmarks/
 	$(PYTEST) reproduction tests/benchmarks $(ARGS)
 
-elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds, where what passes here by luck fails, and on a second device
+elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds, where what passes here by luck fails, in several processes, and on a second device
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 MOVE_SEEDS=$${MOVE_SEEDS:-1000} \
-		$(PYTEST) tests/quotient_manifolds tests/sharpness $(DEVICES) $(ARGS)
+		$(PYTEST) tests/quotient_manifolds tests/sharpness $(firstword $(PROCESSES)) $(ARGS)
 
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
 
-exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 wrong inputs, 18 ways of sharding, a second device (up to an hour)
+exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 wrong inputs, 18 ways of sharding, processes, a second device (up to an hour)
 	EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
