@@ -14,7 +14,7 @@ PAGES := tests/test_docs.py tests/test_newcomers.py tests/test_examples.py tests
 # Tests in several processes, and on a device that is not the CPU: a fifth of the time, with those as on other machines.
 PROCESSES := tests/test_second_device.py tests/sharpness/test_sharded.py tests/sharpness/test_distributed.py \
 	tests/quotient_manifolds/test_optim_sharded.py
-PACKAGES := tests quotient_manifolds sharpness --ignore tests/benchmarks $(PAGES:%=--ignore %)
+PACKAGES := tests quotient_manifolds sharpness --ignore tests/studies $(PAGES:%=--ignore %)
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
@@ -27,8 +27,8 @@ demo: $(VENV)/.demo  ## train a vision transformer, measure it and ten reparamet
 test: $(VENV)/.dev  ## run the tests of the packages (five minutes on two cores); ARGS="-k name" chooses
 	$(PYTEST) $(PACKAGES) $(PROCESSES:%=--ignore %) $(ARGS)
 
-studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and benchmarks/
-	$(PYTEST) reproduction tests/benchmarks $(ARGS)
+studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and studies/
+	$(PYTEST) reproduction tests/studies $(ARGS)
 
 elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds, where what passes here by luck fails, in several processes, and on a second device
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 MOVE_SEEDS=$${MOVE_SEEDS:-1000} \
@@ -57,12 +57,12 @@ docs: $(VENV)/.dev  ## build the documentation into docs/_build, where a warning
 	$(PYTEST) $(PAGES)
 
 figures: $(VENV)/.dev  ## draw the figures of the documentation again from the recorded results
-	$(BIN)/python benchmarks/figures.py
-	$(BIN)/python benchmarks/generalization.py report
+	$(BIN)/python -m studies.figures
+	$(BIN)/python -m studies.generalization report
 
 bench: $(VENV)/.dev  ## run the benchmarks that need no data; the others say with --help what they need
 	for name in projection geodesic_cost iteration_cost sam_cost lora_cost memory; do \
-		$(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+		$(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 gpu: $(VENV)/.dev  ## run what a GPU of 80 GB is to be measured with, in under eight minutes
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh

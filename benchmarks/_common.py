@@ -1,4 +1,4 @@
-"""What the benchmarks share: where they ran, and how a result is written."""
+"""What benchmarks and studies share: where they ran, and how a result is written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import scipy.stats
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def environment() -> dict[str, Any]:
@@ -28,9 +28,10 @@ def environment() -> dict[str, Any]:
             if line.startswith("model name")
         ]
         cpu = names[0] if names else cpu
+    module = ".".join(Path(sys.argv[0]).with_suffix("").parts[-2:])
     return {
         # Of a path outside the working directory only the last part means anything elsewhere.
-        "command": "python " + " ".join(Path(a).name if os.path.isabs(a) else a for a in sys.argv),
+        "command": " ".join(["python -m", module, *(Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:])]),
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

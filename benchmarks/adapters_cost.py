@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _common import write
 
 from quotient_manifolds.adapters import folders, merge
+
+from ._common import write
 
 #: Adapters, layers of the model, width, rank of each adapter and of the merge.
 CASES = {"12 layers, 768 wide": (8, 12, 768, 16, 16), "32 layers, 4096 wide": (2, 32, 4096, 64, 64)}
@@ -75,7 +76,7 @@ def main() -> None:
                 adapter(folder, layers, width, rank, i)
             case = [str(new_rank), str(Path(place) / "out"), *map(str, parents)]
             done = subprocess.run(
-                [sys.executable, __file__, "--case", *case],
+                [sys.executable, "-m", str(__spec__.name), "--case", *case],
                 check=True,
                 capture_output=True,
                 text=True,

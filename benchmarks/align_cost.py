@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from pathlib import Path
 
 import torch
-from _common import write
-from logarithm import timed
 from transformers import BertConfig, BertForSequenceClassification
 
 from quotient_manifolds.symmetries import ALL, find, move_
 from quotient_manifolds.symmetries.whole import align_models
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.whole_networks import random_element
+
+from ._common import write
+from .logarithm import timed
 
 
 def peak() -> float:
@@ -30,7 +28,7 @@ def peak() -> float:
 def main() -> None:
     settings = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
     if not settings.items() <= os.environ.items():  # large blocks go back to the system at once
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **settings})
     torch.manual_seed(0)
     one, other = (BertForSequenceClassification(BertConfig()) for _ in range(2))
     size = sum(p.numel() * p.element_size() for p in one.parameters())

@@ -21,9 +21,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from _common import write
 from torch import nn
 from torch.nn import functional as F
+
+from ._common import write
 
 PACKAGES = ("quotient_manifolds", "sharpness")
 RADII = {"geodesic-inv": 0.05, "geodesic-mix": 0.01, "complete-inv": 0.05, "adaptive": 0.2, "euclidean": 0.02}

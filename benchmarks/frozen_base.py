@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from _common import write
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
 import sharpness
+
+from ._common import write
 
 RADII = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 PRECISIONS = ("bfloat16", "8 bit", "4 bit")
@@ -139,7 +140,17 @@ def main() -> None:
             row = {"precision": precision, "rho": rho, "in_float32": values[0], "as_it_is": values[1]}
             rows.append({**row, "relative_difference": abs(values[1] / values[0] - 1)})
             print(rows[-1], flush=True)
-        command = [sys.executable, "-W", "ignore", __file__, "--model", options.model, "--texts", options.texts]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            str(__spec__.name),
+            "--model",
+            options.model,
+            "--texts",
+            options.texts,
+        ]
         command += ["--precision", precision, "--examples", str(options.examples), "--one", "measured"]
         output = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
         found = json.loads(output.splitlines()[-1])

@@ -7,10 +7,11 @@ import statistics
 import time
 
 import torch
-from _common import write
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix
 from reproduction.rk4 import rk4
+
+from ._common import write
 
 
 def main() -> None:

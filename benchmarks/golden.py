@@ -1,8 +1,8 @@
 """Compare this checkout with another commit in some hundred numbers, all in float64.
 
-``python golden.py COMMIT`` prints each number's relative difference, largest last, and ends with 1 if one is above
-1e-8. Every commit runs its own copy of this file, so a number survives a renamed function: keep its name. ``python
-golden.py`` prints the numbers of the checkout.
+``python -m benchmarks.golden COMMIT`` prints each number's relative difference, largest last, and ends with 1 if one is
+above 1e-8. Every commit runs its own copy of this file, so a number survives a renamed function: keep its name.
+Without COMMIT it prints the numbers of the checkout.
 """
 
 from __future__ import annotations

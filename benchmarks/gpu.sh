@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that is to be known of a GPU, in under eight minutes on one of 80 GB; arguments in its place try it out:
-#   benchmarks/gpu.sh                 writes benchmarks/results/gpu_*.json
+#   benchmarks/gpu.sh                 writes results/gpu_*.json
 #   DEVICE=cpu TINY=1 benchmarks/gpu.sh
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")/.."
 device=${DEVICE:-cuda}
 python=${PYTHON:-python}
 if [ -n "${TINY:-}" ]; then
@@ -20,7 +20,7 @@ for run in "${runs[@]}"; do
   read -r model batch precision <<< "$run"
   length=$([[ $model == llama* ]] && echo 512 || echo 128)
   [ -n "${TINY:-}" ] && length=16
-  $python -W ignore iteration_cost.py --device "$device" --model "$model" --batch "$batch" --length "$length" \
+  $python -W ignore -m benchmarks.iteration_cost --device "$device" --model "$model" --batch "$batch" --length "$length" \
     --precision "$precision" --repeats "$repeats" --steps 3 --name "gpu_${model}_${precision}"
 done
-$python -W ignore lora_step_cost.py --device "$device" "${adapters[@]}" --name gpu_lora_step_cost
+$python -W ignore -m benchmarks.lora_step_cost --device "$device" "${adapters[@]}" --name gpu_lora_step_cost

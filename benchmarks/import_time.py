@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 
-from _common import write
+from ._common import write
 
 CODES = {
     "torch, geoopt": "import torch, geoopt",

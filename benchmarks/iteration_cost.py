@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _common import write
 from torch import nn
 
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
@@ -23,6 +22,8 @@ from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
 from sharpness.space import WeightSpace
+
+from ._common import write
 
 RADII = {"geodesic-inv": 0.05, "complete-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
 

@@ -4,7 +4,7 @@ Random pairs of several sizes (inv), all pairs of two fine-tunes of a small visi
 model, of two of the same architecture that are trained apart, and heads of the size of ViT-B/32's with independent
 random weights. Seconds of the processor, of all threads, and of the clock, which other programs lengthen.
 
-    python benchmarks/logarithm.py --weights WEIGHTS.pth --images cifar10.zip
+    python -m benchmarks.logarithm --weights WEIGHTS.pth --images cifar10.zip
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import _vit_cifar10
 import torch
-from _common import write
 from torch import Tensor
 
 from quotient_manifolds import GLQuotientInv, frechet_mean
 from quotient_manifolds.symmetries import ModelDistance, PairDistance, model_distance
 from reproduction.plots import plot_distances
+from studies import _vit_cifar10
+
+from ._common import write
 
 SHAPES = {(5, 4, 2): 64, (10, 10, 3): 32, (50, 40, 4): 16, (100, 100, 8): 8}
 

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _common import write
 from torch import nn
 from torch.nn import functional as F
 
 from quotient_manifolds.optim import create_quotient_lora_optimizer
+
+from ._common import write
 
 
 def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from _common import write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from quotient_manifolds.optim import QuotientAdam, QuotientMuon, QuotientSGD
 from quotient_manifolds.symmetries import GL, SymmetricPair, pair, slot
+
+from ._common import write
 
 
 def adapters(

@@ -13,11 +13,12 @@ import subprocess
 import sys
 
 import torch
-from _common import write
-from iteration_cost import RADII, Classifier
 from torch.nn import functional as F
 
 import sharpness
+
+from ._common import write
+from .iteration_cost import RADII, Classifier
 
 
 def one(options: argparse.Namespace) -> None:
@@ -61,7 +62,7 @@ def main() -> None:
     settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 
     def run(which: str) -> dict[str, int]:
-        command = [sys.executable, "-W", "ignore", __file__, "--one", which, "--model", options.model]
+        command = [sys.executable, "-W", "ignore", "-m", str(__spec__.name), "--one", which, "--model", options.model]
         command += ["--batch", str(options.batch), "--device", options.device, *["--keep"] * options.keep]
         output = subprocess.run(
             command, check=True, capture_output=True, text=True, env=settings, encoding="utf-8"

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
-
-import _vit_cifar10
-from _common import write
 
 import sharpness
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from studies import _vit_cifar10
 from tests.oracle import plain_adaptive_sharpness
+
+from ._common import write
 
 
 def main() -> None:

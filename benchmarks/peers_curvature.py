@@ -13,13 +13,14 @@ from typing import Any
 
 import scipy.sparse.linalg
 import torch
-from _common import write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sharpness
 from quotient_manifolds.symmetries import move_
+
+from ._common import write
 
 WIDTH, HEADS, CLASSES = 8, 2, 3
 

@@ -1,6 +1,6 @@
 """What attention as points costs: passes, and steps of geoopt's optimisers beside those of this package and AdamW.
 
-Half of BERT-base (six layers, 72 heads) in float32. The variants take turns; ``python benchmarks/points.py``.
+Half of BERT-base (six layers, 72 heads) in float32. The variants take turns; ``python -m benchmarks.points``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Callable
 import geoopt
 import torch
 import transformers
-from _common import write
 
 from quotient_manifolds.optim import create_quotient_optimizer
 from quotient_manifolds.symmetries import manifold_parameters_
+
+from ._common import write
 
 
 def seconds(run: Callable[[], object]) -> float:

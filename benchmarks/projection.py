@@ -14,9 +14,10 @@ import time
 import numpy as np
 import scipy.linalg
 import torch
-from _common import write
 
 from quotient_manifolds import GLQuotientInv, GLTangentSpace, canonical_gauge
+
+from ._common import write
 
 
 def loop(G: np.ndarray, H: np.ndarray, xi: np.ndarray, eta: np.ndarray) -> list[np.ndarray]:

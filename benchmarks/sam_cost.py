@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from _common import write
 from torch.nn import functional as F
 
 from sharpness import GeodesicSAM
+
+from ._common import write
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A single low-rank problem, to high accuracy: solvers of first and second order, on the quotients and beside them.
 
-``python benchmarks/second_order.py``: two functions F(GHᵀ) in float64, five seeds each.
+``python -m benchmarks.second_order``: two functions F(GHᵀ) in float64, five seeds each.
 
 - completion: ½ Σ (GHᵀ − M)² over 40 % of the entries of M, 150 × 100, of rank 4, with singular values from 100 to 3.3
   in a geometric row. It starts at the best approximation of rank 4 to M with zeros for what is unknown, divided by
@@ -30,13 +30,14 @@ import numpy as np
 import pymanopt
 import scipy.optimize
 import torch
-from _common import write
 from pymanopt.manifolds import FixedRankEmbedded
 from pymanopt.optimizers import ConjugateGradient, TrustRegions
 from scipy.special import logsumexp, softmax
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix
 from quotient_manifolds.pymanopt import as_pymanopt
+
+from ._common import write
 
 SEEDS, TUNING = range(5), 5
 GOAL, SECONDS, TUNING_STEPS = 1e-10, 2.0, 100

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _common import write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sharpness
+
+from ._common import write
 
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 8},

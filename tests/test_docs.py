@@ -199,7 +199,7 @@ def test_messages_that_are_explained_exist():
 
 def test_every_figure_names_its_command():
     """In the same section as every picture there is the command that draws it."""
-    command = re.compile(r"`+(?:sharpness|python -m reproduction|make|python benchmarks/\w+\.py)\b")
+    command = re.compile(r"`+(?:sharpness|python -m reproduction|make|python -m (?:benchmarks|studies)\.\w+)\b")
     for page in PAGES:
         for section in re.split(r"^#{1,2} ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             for picture in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", section):
@@ -213,8 +213,10 @@ def test_every_figure_names_its_command():
 def test_commands_that_pages_name_exist():
     """Scripts, and options of ours, that are named in passing."""
     for page in PAGES:
-        for script in re.findall(r"python (benchmarks/\w+\.py|examples/\w+\.py)", page.read_text(encoding="utf-8")):
+        for script in re.findall(r"python (examples/\w+\.py)", page.read_text(encoding="utf-8")):
             assert (ROOT / script).is_file(), f"{page} names {script}"
+        for folder, name in re.findall(r"python -m (benchmarks|studies)\.(\w+)", page.read_text(encoding="utf-8")):
+            assert (ROOT / folder / f"{name}.py").is_file(), f"{page} names {folder}.{name}"
         for target in re.findall(r"`make ([\w-]+)", page.read_text(encoding="utf-8")):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), (
                 f"{page} names make {target}"
@@ -258,7 +260,7 @@ def test_a_page_that_is_wrong_is_seen(tmp_path, world, monkeypatch, capsys):
 
 def test_reference_values_are_those_that_were_recorded():
     text = (ROOT / "docs" / "howto" / "choosing.md").read_text(encoding="utf-8")
-    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((ROOT / "results" / "reference_values.json").read_text(encoding="utf-8"))["rows"]
     assert len({row["model"] for row in rows}) == 5
     (measures,) = re.findall(r"\| model, data \| base loss \|(.*)\|\n", text)
     for row in rows:
@@ -268,7 +270,7 @@ def test_reference_values_are_those_that_were_recorded():
 
 
 def test_rates_of_the_manifold_examples_are_those_that_were_recorded():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "manifold_rates.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((ROOT / "results" / "manifold_rates.json").read_text(encoding="utf-8"))["rows"]
     found = {(r["manifold"], r["optimiser"], r["condition"], r["lr"]): r["relative_error"] for r in rows}
     guide = (ROOT / "docs" / "howto" / "geoopt.md").read_text(encoding="utf-8")
     (rates,) = re.findall(r"\| metric \| optimiser \| κ \|(.*)\|\n", guide)

@@ -78,7 +78,7 @@ def test_the_user_of_peft_sees_the_loss_fall(follow):
 
 def test_losses_at_two_ranks_are_those_that_were_recorded():
     """README shows the first seed, the tutorial the range of all."""
-    text = (ROOT / "benchmarks" / "results" / "lora_rank.json").read_text(encoding="utf-8")
+    text = (ROOT / "results" / "lora_rank.json").read_text(encoding="utf-8")
     tutorial = (ROOT / "docs" / "tutorials" / "lora.md").read_text(encoding="utf-8")
     found = {}
     for row in json.loads(text)["rows"]:
@@ -129,7 +129,7 @@ def test_the_engineer_calls_make():
     """Both commands exist, and what README shows is what the recorded demo printed."""
     (commands, shown) = [body for _, _, body, line in blocks(README) if line in section("Try it")]
     assert re.findall(r"^make (\w+)", commands, re.MULTILINE) == ["demo", "test"]
-    found = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "results" / "demo.json").read_text(encoding="utf-8"))
     first, *others = found["rows"]
     measures = list(demo.RADII)
     assert f"{found['train_accuracy']:.1%} right, {found['test_accuracy']:.1%} of 360 test digits" in shown
@@ -308,9 +308,7 @@ def in_half_precision():
 
 
 def timed_on_a_gpu():
-    found = [
-        json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks" / "results").glob("gpu_*.json")
-    ]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "results").glob("gpu_*.json")]
     assert found
     assert all(run["environment"]["gpu"] for run in found)
 

@@ -256,3 +256,21 @@ def test_workflows_and_templates_are_read():
     assert all((ROOT / name).exists() for name in named)
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
     assert {hook["entry"].split()[1] for hook in hooks} == {"check", "format"}
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "studies", "reproduction"])
+def test_the_table_of_a_folder_names_its_scripts_results_and_pages(folder):
+    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    named = re.findall(rf"python -m {folder}[. ](\w+)", text)
+    if folder != "reproduction":
+        assert sorted(named) == sorted(p.stem for p in (ROOT / folder).glob("[a-z]*.py"))
+    for page in re.findall(r"\]\(\.\./([^)]+)\)", text):
+        assert (ROOT / page).is_file(), page
+
+
+def test_every_recorded_result_has_a_question():
+    tables = [(ROOT / f / "README.md").read_text(encoding="utf-8") for f in ("benchmarks", "studies", "reproduction")]
+    patterns = [p for text in tables for p in re.findall(r"`([\w*]+\.[\w*]+)`", text)]
+    unnamed = [p.name for p in (ROOT / "results").iterdir() if not any(p.match(pattern) for pattern in patterns)]
+    assert unnamed == []
+    assert not any(Path("unknown.json").match(p) for p in patterns)

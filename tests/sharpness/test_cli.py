@@ -299,7 +299,7 @@ def test_a_ball_that_reaches_models_that_guess(capsys, monkeypatch):
 
 def test_the_number_stands_beside_reference_values(capsys, monkeypatch):
     """At the radius at which they were recorded, and only there."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((ROOT / "results" / "reference_values.json").read_text(encoding="utf-8"))["rows"]
     for name, ends in REFERENCE.items():
         values = [row["sharpness"] for row in rows if row["measure"] == name]
         assert len(values) == 5

@@ -71,7 +71,7 @@ def independence_test(one: nn.Module, other: nn.Module) -> Independence:
     Training couples both sides of a neuron, in all networks of a task alike. So of the weights out of the neurons only
     that part is matched that no linear map makes of the weights into them, and both are compared by squared cosines.
     What is left of the coupling is not covered by the argument; networks trained apart on the same data are the check
-    (``benchmarks/fingerprints.py``).
+    (``studies/fingerprints.py``).
 
     No matching of heads or rotation of the stream comes before, which would fit both sides at once. The streams'
     coordinates are compared by rows whose index is known, embeddings X and Y of tokens, positions and pixels: as
