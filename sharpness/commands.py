@@ -76,27 +76,15 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     look_up("model", "transformers", model)
     look_up("dataset", "datasets", data)
     from . import devices, losses, models, plots
-    from .data import check_source
     from .distributed import World, torchrun
-    from .evaluation import measure_of
     from .hub_data import pinned_data
-    from .measures import checked_radii
     from .results import summary
-    from .study.plan import as_data, of_model, places
+    from .study.plan import as_data, of_model
     from .study.run import quantity, versions
 
     search, own = Search(**_of(Search, chosen)), RunOptions(**_of(RunOptions, chosen))
     choice, passes = DataChoice(data, **chosen), {"micro_batch": own.micro_batch}
-    for name in own.measure:
-        checked_radii(measure_of(name), own.rho)
-    for path in filter(None, (own.out, own.report)):
-        check_file(path)
-        check_apart(path, [*places(model), own.checkpoint], places(data))
-    if own.report is not None:
-        with require_extra("a report needs matplotlib and pandas", "plot"):
-            import matplotlib  # noqa: F401
-            import pandas  # noqa: F401
-    check_source(data)  # before gigabytes are fetched or loaded
+    _check(model, data, own)
     choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, own.checkpoint)
     with torchrun(where := devices.checked_device(own.device)) as group:
         leader = World(group).rank == 0
@@ -130,6 +118,25 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
             if own.report is not None:
                 print(f"report: {own.report}")
     return 0
+
+
+def _check(model: str, data: str, own: RunOptions) -> None:
+    """Raise for what cannot be measured or written, before gigabytes are fetched or loaded."""
+    from .data import check_source
+    from .evaluation import measure_of
+    from .measures import checked_radii
+    from .study.plan import places
+
+    for name in own.measure:
+        checked_radii(measure_of(name), own.rho)
+    for path in filter(None, (own.out, own.report)):
+        check_file(path)
+        check_apart(path, [*places(model), own.checkpoint], places(data))
+    if own.report is not None:
+        with require_extra("a report needs matplotlib and pandas", "plot"):
+            import matplotlib  # noqa: F401
+            import pandas  # noqa: F401
+    check_source(data)
 
 
 def _at_commits(*names: str) -> tuple[list[str], list[str]]:
