@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite
-from quotient_manifolds.symmetries import Cause, PairStack, Slot, SymmetricPair, Symmetries, find, slot, stacks
-from quotient_manifolds.symmetries.discovery import PAIRS, with_wiring
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, stacks
 from quotient_manifolds.symmetries.found import check_names, check_symmetries
 from quotient_manifolds.symmetries.registry import unknown_attention
-from quotient_manifolds.symmetries.slots import masks
 from quotient_manifolds.symmetries.stacks import coverage
-from quotient_manifolds.symmetries.wiring import Affine, Wiring
-from quotient_manifolds.weights import check_whole, is_point, is_sharded, naming, plain_names, trained, weights_of
+from quotient_manifolds.weights import check_whole, is_point, is_sharded, plain_names, trained, weights_of
 
 from .measures import Measure
 from .patches import ElementwisePatch, PairPatch, Patch
@@ -105,6 +101,8 @@ def known(model: nn.Module, measure: Measure, given: Symmetries | None, *, class
     classes : bool
         For measures at the canonical form: the loss uses the logits only through a softmax.
     """
+    from quotient_manifolds.symmetries.discovery import PAIRS, find, with_wiring
+
     kinds = PAIRS if measure.divides else ("points",) if measure.takes_points else ()
     if given is None or not measure.divides:
         found = find(model, kinds=kinds) if kinds else Symmetries()
@@ -117,6 +115,8 @@ def known(model: nn.Module, measure: Measure, given: Symmetries | None, *, class
 
 def _with_points(model: nn.Module, given: Symmetries) -> Symmetries:
     """Add the points that a user's pairs lack."""
+    from quotient_manifolds.symmetries import find
+
     names = {p.name for p in given.pairs}
     return given.adding(*(p for p in find(model, kinds=("points",)).pairs if p.name not in names))
 
@@ -135,88 +135,6 @@ def stacks_of(
         return found
     count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
     return [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
-
-
-@torch.no_grad()
-def vector_lengths(
-    model: nn.Module, symmetries: Symmetries, read: Callable[[str], Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Return the lengths of the vectors that a weight's entries belong to, for every weight, broadcastable.
-
-    Vectors are: a neuron's row with its bias; a column of a layer that writes to the stream or reads rectified neurons;
-    the bias of such a layer; and a row of an embedding or of any other table. What a pair's group moves, frozen or not,
-    is no part of the other vectors: a bias beside weights of pairs is a vector of its own, and so is one beside
-    quantised weights, which never move and have no length here. ``read`` returns the values of a weight.
-    """
-    weights, wiring = weights_of(model), symmetries.wiring or Wiring()
-    values = read or (lambda name: weights[name].detach())
-    of_pairs = [s for p in symmetries.pairs for s in p.slots]
-    of_pairs += [s for r in symmetries.refused if r.cause is Cause.FROZEN and r.H for s in r.slots]
-    moved = masks(of_pairs, weights)
-
-    def inside(name: str) -> Tensor:
-        p = weights[name]
-        return moved[name] if name in moved else torch.zeros(p.shape, dtype=torch.bool, device=p.device)
-
-    def norm(name: str, *dims: int) -> Tensor:
-        """Sum over the entries outside pairs, or over all where none is outside."""
-        w = values(name)
-        whole = torch.linalg.vector_norm(w, dim=dims, keepdim=True)
-        if name not in moved:
-            return whole
-        mask = inside(name)
-        outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
-        return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
-
-    def quantised(name: str) -> bool:
-        p = weights[name]
-        return p.element_size() < 2 or not (p.is_floating_point() or p.is_complex())
-
-    writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
-    found = {a.matrix.name: norm(a.matrix.name, a.stream_dim) for a in writers if not quantised(a.matrix.name)}
-    affines = _affines(model, weights) | {r.matrix.name: r for s in wiring.sites for r in s.readers}
-    for matrix, a in affines.items():
-        if matrix in found or quantised(matrix):
-            continue
-        inputs = [d for d in range(weights[matrix].dim()) if d != a.stream_dim]
-        found[matrix] = rows = norm(matrix, *inputs)
-        if a.bias is not None:
-            added = a.bias.name
-            together = inside(matrix).sum(inputs).bool() == inside(added)
-            joint = torch.hypot(rows.flatten(), values(added))
-            found[added] = torch.where(together, joint, norm(added, 0))
-            found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
-    for name, p in weights.items():
-        if name not in found and not quantised(name):
-            found[name] = norm(name, -1) if p.dim() else values(name).abs()
-    for pair in (p for p in symmetries.pairs if p.group.positive and p.part != "neurons"):
-        for side in (pair.G, pair.H):  # such pairs are not divided out: each column is a vector
-            columns = torch.cat([s.of(values(s.name)) for s in side]).norm(dim=0)
-            for s in side:
-                found[s.name] = found[s.name].expand(weights[s.name].shape).clone()
-                s.of(found[s.name]).copy_(columns)
-    return found
-
-
-def _affines(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Affine]:
-    """Describe the layers of a model by the names of their matrices: rows of neurons with their biases."""
-    name_of, found = naming(model), dict[str, Affine]()
-    for path, module in model.named_modules():
-        for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
-            W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
-            matrix, vector = (name_of(path, own) for own in (weight, bias))
-            transposed = type(module).__name__ == "Conv1D"
-            if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)) or matrix not in weights:
-                continue
-            if b is None or (b.shape == (W.shape[int(transposed)],) and vector in weights):  # else no neuron has both
-                row = None if b is None else placed_slot(module, bias, vector)
-                found.setdefault(matrix, Affine(placed_slot(module, weight, matrix, transpose=transposed), row))
-    return found
-
-
-def placed_slot(module: nn.Module, own: str, name: str, *, transpose: bool = False) -> Slot:
-    """Describe a parameter of a module by the name that it has in the model."""
-    return replace(slot(module, own, transpose=transpose), name=name)
 
 
 def build_patches(

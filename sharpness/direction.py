@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import in_double
-from quotient_manifolds.notebook import Bar, html_table
-from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries, canonical_form
+from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.registry import candidates, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
@@ -143,8 +142,12 @@ def along(model: nn.Module, direction: Direction) -> tuple[Mapping[str, Tensor],
             )
     with torch.no_grad():
         vector = {name: v.to(weights[name].device) for name, v in direction.tensors.items()}
-        form = canonical_form(weights, symmetries) if measure.form == "canonical" else None
-        base, symmetries = ({}, symmetries) if form is None else (form.values, form.symmetries)
+        base = dict[str, Tensor]()
+        if measure.form == "canonical":
+            from quotient_manifolds.symmetries import canonical_form
+
+            form = canonical_form(weights, symmetries)
+            base, symmetries = form.values, form.symmetries
         with pointing_to(model, base):
             found = stacks_of(measure, symmetries, weights)
             patches = [patch_class(measure, s)(s, weights, measure, torch.float64, at_model=True) for s in found]
@@ -227,6 +230,8 @@ class LayerShares(list[LayerShare]):
 
     def _repr_html_(self) -> str:
         """Show percentages with bars in a notebook."""
+        from quotient_manifolds.notebook import Bar, html_table
+
         parts, layers = self._by_layer()
         rows = [[name, *(None if s is None else Bar(100 * s) for s in shares)] for name, shares in layers.items()]
         return html_table(["layer", *(f"{part}, %" for part in parts)], rows)

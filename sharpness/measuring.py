@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.passes import to_device
-from quotient_manifolds.symmetries import Cause, Refusal, SymmetricPair, Symmetries, find
-from quotient_manifolds.symmetries.examination import examine_model
+from quotient_manifolds.symmetries import Cause, Refusal, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.lora import zero_norm
 from quotient_manifolds.symmetries.pairs import pairs_of
-from quotient_manifolds.symmetries.placing import placing, settled
 from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import plain_class, plain_names, weights_of
@@ -114,6 +112,7 @@ def _check_first(
 
 def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> Symmetries:
     """Find symmetries by an examination on the first batch, and remark what was examined and what came of it."""
+    from quotient_manifolds.symmetries import find
 
     def losses(model: nn.Module, batch: Any) -> list[Tensor]:
         with objective.only_values():
@@ -138,6 +137,9 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
 
 def _heads_of(model: nn.Module, objective: Objective, batch: Any) -> list[SymmetricPair]:
     """List the pairs of layers of unknown classes, one by one; with names that tell all, none is examined."""
+    from quotient_manifolds.symmetries.examination import examine_model
+    from quotient_manifolds.symmetries.placing import placing, settled
+
     roles = map(roles_of, candidates(model).values())
     if all(r is not None and all(len(home) == 1 for home in r.homes.values()) for r in roles):
         return []

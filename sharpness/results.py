@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from quotient_manifolds.notebook import Bar, html_table
 from quotient_manifolds.symmetries import Symmetries
 
 from .direction import PARTS, Direction, LayerShare, LayerShares
 from .errors import aligned
-from .files import write_json
 from .measures import Measure
 from .statistic import BatchResult, Statistic
 from .worst import WorstResult
@@ -205,10 +203,14 @@ class SharpnessResult:
         ----------
         path : str or path
         """
+        from .files import write_json
+
         write_json(path, self.to_dict())
 
     def _repr_html_(self) -> str:
         """Show a row for each radius, with the share of each part of the network, in a notebook."""
+        from quotient_manifolds.notebook import Bar, html_table
+
         parts = [self[rho] for rho in self.rhos]
         rows = [
             [p.measure.name, p.rhos[0] or None, Bar(float(p)), fmean(b.base_loss for b in p.batches),

@@ -15,8 +15,9 @@ from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, 
 from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import is_sharded, reshard, trained, weights_of
 
-from .building import build_patches, stacks_of, vector_lengths
+from .building import build_patches, stacks_of
 from .distributed import twin_of, world_of
+from .lengths import vector_lengths
 from .measures import Measure
 from .patches import PairPatch, Patch
 from .space import WeightSpace

@@ -6,31 +6,26 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32, differentiated
-from quotient_manifolds.symmetries import (
-    CanonicalForm,
-    PairStack,
-    SymmetricPair,
-    Symmetries,
-    canonical_form,
-    find,
-    move_,
-)
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 from quotient_manifolds.weights import is_narrow, pointing_to, weights_of
 
 from .ascent import norm
-from .building import build_patches, divides, known, stacks_of, trainable, vector_lengths
+from .building import build_patches, divides, known, stacks_of, trainable
 from .direction import Direction, NetworkParts
 from .distributed import World
 from .measures import Measure
 from .patches import PairPatch, Patch
 from .points import check_points
+
+if TYPE_CHECKING:
+    from quotient_manifolds.symmetries import CanonicalForm
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
@@ -193,12 +188,17 @@ class WeightSpace:
         """Return the patches at the base point, the model's own or its canonical form."""
         symmetries, constant = self.symmetries, dict[str, Tensor]()
         if self.measure.form == "canonical":
+            from quotient_manifolds.symmetries import canonical_form
+
             self.form = canonical_form(self.weights, symmetries)
             symmetries, constant = self.form.symmetries, self.form.constant
         with pointing_to(self.model, {} if self.form is None else self.form.values):
             found = stacks_of(self.measure, symmetries, self.weights)
-            wanted = self.measure.elementwise == "vector"
-            lengths = vector_lengths(self.model, symmetries) if wanted else {}
+            lengths = dict[str, Tensor]()
+            if self.measure.elementwise == "vector":
+                from .lengths import vector_lengths
+
+                lengths = vector_lengths(self.model, symmetries)
             return build_patches(self.measure, self.parameters, self.dtype, found, constant, lengths)
 
     def empty(self) -> Tensor:
@@ -254,6 +254,8 @@ class WeightSpace:
         if self.measure.divides and self.given is None:
             pairs = [p for p in self._known.pairs if p.part != "neurons"]
         else:  # labels, which such a measure does not need otherwise
+            from quotient_manifolds.symmetries import find
+
             pairs = [*find(self.model).pairs, *(self.examine() if self.given is None else self.given.pairs)]
         return NetworkParts(self.model, self.parameters, pairs)
 
@@ -314,6 +316,8 @@ class WeightSpace:
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
         self._moved = True
+        from quotient_manifolds.symmetries import move_
+
         self._moved = True
         move_(self._home, Symmetries((pair,)))
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import as_count
-from quotient_manifolds.notebook import Bar, html_table
 from quotient_manifolds.passes import tensors
 from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import plain_class, preserve_model_state
@@ -83,6 +82,8 @@ class Spectrum:
 
     def _repr_html_(self) -> str:
         """Show the eigenvalues with bars in a notebook."""
+        from quotient_manifolds.notebook import Bar, html_table
+
         rows = [[i, Bar(value)] for i, value in enumerate(self.eigenvalues, 1)]
         return html_table(["", f"eigenvalue, {MATRICES[self.matrix]} ({self.measure.name})"], rows, self.remarks)
 

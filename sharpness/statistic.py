@@ -14,7 +14,6 @@ from torch import Tensor
 from quotient_manifolds.linalg import as_count
 
 from .batch_loss import BatchLoss
-from .curvature import HessianOperator
 from .errors import blocks
 
 __all__ = ["Average", "AverageResult", "Curvature", "CurvatureResult", "GradientNorm", "Statistic"]
@@ -198,6 +197,8 @@ class Curvature:
         self, loss: BatchLoss, rho: float, start: int, bar: Any, *, last: bool
     ) -> tuple[BatchResult, Tensor | None]:
         """Find both by products with the Hessian."""
+        from .curvature import HessianOperator
+
         operator = HessianOperator(loss.space, loss.losses)
         value = operator.largest_eigenvalue(seed=self.seed)
         trace, error = operator.trace(self.num_matvecs, seed=self.seed)

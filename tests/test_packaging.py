@@ -18,11 +18,18 @@ import sharpness
 ROOT = Path(__file__).parent.parent
 
 
-CORE_ALONE = """
-import sys, warnings
+CORE_ALONE = r"""
+import re, sys, warnings
 warnings.simplefilter("error")
 warnings.simplefilter("ignore", EncodingWarning)
-import torch, quotient_manifolds.optim
+import torch, quotient_manifolds, sharpness
+ours = lambda: {name for name in sys.modules if name.startswith(("quotient_manifolds", "sharpness"))}
+assert ours() == {"quotient_manifolds", "sharpness"}
+sharpness.evaluate
+assert len(ours()) <= 38, f"evaluate loads more than it needs: {sorted(ours())}"
+wings = r"\.(optim|adapters|whole|sam|sharded|study|plots|cli|commands|models|data|sameness|compare|curvature|spectra)\b"
+assert not [name for name in ours() if re.search(wings, name)], "the core loads a wing"
+import quotient_manifolds.optim
 unused = {"quotient_manifolds." + name for name in ("logarithm", "rescale", "testing")}
 assert not unused & set(sys.modules), "optimisers load what they do not use"
 warnings.simplefilter("ignore")

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ..linalg import at_least_float32, differentiated, in_double, standard_normal
-from ..notebook import html_table
 from ..passes import Run
 from .pairs import Cause, SymmetricPair
 from .slots import random_elements
@@ -145,6 +144,8 @@ class Certificate:
 
     def _repr_html_(self) -> str:
         """Show every symmetry with its residual and the change of outputs, the worst first, in a notebook."""
+        from ..notebook import html_table
+
         every = dict.fromkeys([*self.residuals, *self.changes])
         bad = set(self.failures)
         rows = [

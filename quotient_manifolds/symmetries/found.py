@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..notebook import Bar, html_table
 from ..weights import unwrapped
 from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
 
@@ -185,6 +184,8 @@ class Symmetries:
 
     def _repr_html_(self) -> str:
         """Show the kinds with their dimensions, and the layers, in a notebook."""
+        from ..notebook import Bar, html_table
+
         kinds = html_table(["kind", "dimension"], [[kind, Bar(size)] for kind, size in self.dimensions.items()])
         layers = [[place, count, what] for (place, what), count in self._lines().items()]
         return kinds + html_table(["layer", "heads", "what acts on them"], layers)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..weights import check_model, plain_names
 from .found import Symmetries
 from .pairs import Cause, Claim, Refusal, SymmetricPair
-from .placing import placing, settled
 from .slots import GL, Slot, outline, slot
 
 #: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.
@@ -169,6 +168,8 @@ def lora_pairs_by_name(
     >>> lora_pairs_by_name(torch.nn.Sequential(layer), "lora_a", "lora_b", scale=16 / 2).pairs[0].scale
     8.0
     """
+    from .placing import placing, settled
+
     check_model(model)
     placed, found = placing(model), list[Claim]()
     for path, m in model.named_modules():
@@ -231,6 +232,8 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> Symme
     >>> print(adapter_pairs(model))
     base_model.model.0 lora default    1 × GL(2), 4+6 rows
     """
+    from .placing import placing, settled
+
     check_model(model)
     names = [names] if isinstance(names, str) else names
     known = dict.fromkeys(name for _, name, _ in lora_layers(model))

@@ -1,0 +1,96 @@
+"""The lengths of the vectors that weights' entries belong to, which the complete measures take in place of entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds.symmetries import Cause, Slot, Symmetries, slot
+from quotient_manifolds.symmetries.slots import masks
+from quotient_manifolds.symmetries.wiring import Affine, Wiring
+from quotient_manifolds.weights import naming, weights_of
+
+
+@torch.no_grad()
+def vector_lengths(
+    model: nn.Module, symmetries: Symmetries, read: Callable[[str], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return the lengths of the vectors that a weight's entries belong to, for every weight, broadcastable.
+
+    Vectors are: a neuron's row with its bias; a column of a layer that writes to the stream or reads rectified neurons;
+    the bias of such a layer; and a row of an embedding or of any other table. What a pair's group moves, frozen or not,
+    is no part of the other vectors: a bias beside weights of pairs is a vector of its own, and so is one beside
+    quantised weights, which never move and have no length here. ``read`` returns the values of a weight.
+    """
+    weights, wiring = weights_of(model), symmetries.wiring or Wiring()
+    values = read or (lambda name: weights[name].detach())
+    of_pairs = [s for p in symmetries.pairs for s in p.slots]
+    of_pairs += [s for r in symmetries.refused if r.cause is Cause.FROZEN and r.H for s in r.slots]
+    moved = masks(of_pairs, weights)
+
+    def inside(name: str) -> Tensor:
+        p = weights[name]
+        return moved[name] if name in moved else torch.zeros(p.shape, dtype=torch.bool, device=p.device)
+
+    def norm(name: str, *dims: int) -> Tensor:
+        """Sum over the entries outside pairs, or over all where none is outside."""
+        w = values(name)
+        whole = torch.linalg.vector_norm(w, dim=dims, keepdim=True)
+        if name not in moved:
+            return whole
+        mask = inside(name)
+        outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
+        return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
+
+    def quantised(name: str) -> bool:
+        p = weights[name]
+        return p.element_size() < 2 or not (p.is_floating_point() or p.is_complex())
+
+    writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
+    found = {a.matrix.name: norm(a.matrix.name, a.stream_dim) for a in writers if not quantised(a.matrix.name)}
+    affines = _affines(model, weights) | {r.matrix.name: r for s in wiring.sites for r in s.readers}
+    for matrix, a in affines.items():
+        if matrix in found or quantised(matrix):
+            continue
+        inputs = [d for d in range(weights[matrix].dim()) if d != a.stream_dim]
+        found[matrix] = rows = norm(matrix, *inputs)
+        if a.bias is not None:
+            added = a.bias.name
+            together = inside(matrix).sum(inputs).bool() == inside(added)
+            joint = torch.hypot(rows.flatten(), values(added))
+            found[added] = torch.where(together, joint, norm(added, 0))
+            found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
+    for name, p in weights.items():
+        if name not in found and not quantised(name):
+            found[name] = norm(name, -1) if p.dim() else values(name).abs()
+    for pair in (p for p in symmetries.pairs if p.group.positive and p.part != "neurons"):
+        for side in (pair.G, pair.H):  # such pairs are not divided out: each column is a vector
+            columns = torch.cat([s.of(values(s.name)) for s in side]).norm(dim=0)
+            for s in side:
+                found[s.name] = found[s.name].expand(weights[s.name].shape).clone()
+                s.of(found[s.name]).copy_(columns)
+    return found
+
+
+def _affines(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Affine]:
+    """Describe the layers of a model by the names of their matrices: rows of neurons with their biases."""
+    name_of, found = naming(model), dict[str, Affine]()
+    for path, module in model.named_modules():
+        for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
+            W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
+            matrix, vector = (name_of(path, own) for own in (weight, bias))
+            transposed = type(module).__name__ == "Conv1D"
+            if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)) or matrix not in weights:
+                continue
+            if b is None or (b.shape == (W.shape[int(transposed)],) and vector in weights):  # else no neuron has both
+                row = None if b is None else placed_slot(module, bias, vector)
+                found.setdefault(matrix, Affine(placed_slot(module, weight, matrix, transpose=transposed), row))
+    return found
+
+
+def placed_slot(module: nn.Module, own: str, name: str, *, transpose: bool = False) -> Slot:
+    """Describe a parameter of a module by the name that it has in the model."""
+    return replace(slot(module, own, transpose=transpose), name=name)
