@@ -12,6 +12,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
@@ -20,6 +21,7 @@ from benchmarks._common import write
 from benchmarks.training_cost import batches
 from quotient_manifolds.symmetries import find, move_
 from sharpness import measured
+from sharpness.plots import COLOURS, figure
 
 STEPS, EVERY, RATE, SEEDS, BATCHES, CONDITION = 80, 10, 0.02, (0, 1), 2, 10.0
 #: What is measured, on all texts of the training.
@@ -62,6 +64,24 @@ def run(minilm: Path, folder: Path, seed: int) -> list[Any]:
     for weights, network in (("as they were", model), ("moved", twin)):
         rows += train(network, data, STEPS // 2, STEPS, seed=seed, weights=weights)
     return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw each quantity against the step; both trainings part where the heads were moved."""
+    found = pd.DataFrame(rows)
+    names = [n for n in found if str(n).startswith("sharpness/")]
+    with figure(path, (11.5, 3.4), 1, len(names)) as (_, (panels,)):
+        for axes, name in zip(panels, names, strict=True):
+            for (seed, weights), part in found.groupby(["seed", "weights"]):
+                style = "--" if weights == "moved" else "-"
+                colour = COLOURS["adaptive" if weights == "moved" else "geodesic-inv"]
+                label = {"moved": "moved at step 40", "as they were": "not moved"}.get(weights) if seed == 0 else None
+                axes.plot(part["step"], part[name], style, color=colour, label=label, alpha=1 if seed == 0 else 0.5)
+            if name == "sharpness/euclidean-hessian":
+                axes.axhline(2 / RATE, color="0.5", linewidth=1)
+                axes.annotate("2/η", (0, 2 / RATE), va="bottom", color="0.4")
+            axes.set(title=name.removeprefix("sharpness/"), xlabel="step", ylim=(0, None))
+        panels[0].legend()
 
 
 def main() -> None:
