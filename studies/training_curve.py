@@ -23,7 +23,7 @@ from quotient_manifolds.symmetries import find, move_
 from sharpness import measured
 from sharpness.plots import COLOURS, figure
 
-STEPS, EVERY, RATE, SEEDS, BATCHES, CONDITION = 80, 10, 0.02, (0, 1), 2, 10.0
+STEPS, EVERY, RATE, SEEDS, BATCHES, CONDITION = 80, 10, 0.02, (0,), 1, 10.0
 #: What is measured, on all texts of the training.
 QUANTITIES = ("euclidean-hessian", "geodesic-inv", "euclidean")
 
