@@ -132,15 +132,16 @@ def power(
     >>> round(power(f, torch.ones(3) / 3**0.5, 1.0, 20).value, 3)
     5.0
     """
-    g = torch.empty_like(start)
-    value = f(start, g)
-    history, base, best, top = [value], value if base is None else base, start, value
+    g, best = torch.empty_like(start), start
+    top = f(best, g)
+    history, base = [top], top if base is None else base
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
     begun, momentum, omega = norm(start, world) > 0, False, 1.0
     gram = gram_matrix(g, best, world=world)
     gap: float | None
     gap, slope = _gap(gram, radius)
-    other = None if begun else start  # a point whose memory may be used; each vector is as large as the model
+    # After a rise the best point before this one, else memory alone, of weight 0; each vector is as large as the model.
+    other = None if begun else start
     for k in range(1, steps + 1):
         if begun and _done(gap, top, base, relative_tol, best.dtype):
             break
@@ -166,20 +167,20 @@ def power(
 
 def _power_weights(gram: np.ndarray, radius: float, omega: float, *, momentum: bool, dtype: torch.dtype) -> list[float]:
     """Return the weights of the gradient, the best point and, with momentum, the one before it in the next iterate."""
-    unit = np.eye(len(gram))
+    gradient, best, *before = np.eye(len(gram))
 
     def onto(c: np.ndarray) -> np.ndarray:
         return c * (radius / (math.sqrt(max(c @ gram @ c, 0.0)) + 1e-300))
 
     if not radius < 0.1 * torch.finfo(dtype).max * math.sqrt(gram[0, 0]):  # the gradient is practically zero
-        return list(unit[1])
-    c = onto(unit[0])
+        return list(best)
+    c = onto(gradient)
     if momentum:
-        c = onto(c + _MOMENTUM * (unit[1] - unit[2]))
+        c = onto(c + _MOMENTUM * (best - before[0]))
     if omega < 1:
-        mixed = omega * c + (1 - omega) * unit[1]
+        mixed = omega * c + (1 - omega) * best
         if mixed @ gram @ mixed < (1e-3 * radius) ** 2:  # opposite points: their midpoint has no direction
-            mixed = 0.5 * omega * c + (1 - 0.5 * omega) * unit[1]
+            mixed = 0.5 * omega * c + (1 - 0.5 * omega) * best
         c = onto(mixed)
     return list(c)
 
@@ -211,14 +212,14 @@ def auto_pgd(
     >>> auto_pgd(f, torch.zeros(2), 0.5, steps=20).point
     tensor([ 0.3000, -0.4000])
     """
-    gradients = torch.empty_like(start), torch.empty_like(start)
-    g = gradients[0]
-    value = f(start, g)
-    history, base, x, previous = [value], value if base is None else base, start, start
-    best, top, best_g = x, value, g
-    gap, slope = None, None
-    known, eta, marks = True, 2 * radius, set(checkpoints(steps))
-    last_mark, raised, halved, top_at_mark = 0, 0, False, value
+    gradients = torch.empty_like(start), torch.empty_like(start)  # at the last iterate, and at the best one
+    x = previous = best = start
+    g = best_g = gradients[0]
+    value = top = top_at_mark = f(x, g)
+    history, base = [value], value if base is None else base
+    known, gap, slope = True, None, None  # whether best_g is the gradient at the best iterate, and what it says
+    eta, marks = 2 * radius, set(checkpoints(steps))
+    last_mark, raised, halved = 0, 0, False
     for k in range(1, steps + 1):
         if _done(gap, top, base, relative_tol, x.dtype):
             break
@@ -256,8 +257,8 @@ def _pgd_weights(gram: np.ndarray, radius: float, eta: float, *, alpha: float) -
         length = math.sqrt(max(c @ gram @ c, 0.0))
         return c * min(1.0, radius / length) if length > 0 else c
 
-    here, before, slope = np.eye(3)
-    z = project(here + eta / (math.sqrt(gram[2, 2]) + 1e-12) * slope)
+    here, before, gradient = np.eye(3)
+    z = project(here + eta / (math.sqrt(gram[2, 2]) + 1e-12) * gradient)
     return list(project(here + alpha * (z - here) + (1 - alpha) * (here - before)))
 
 
