@@ -9,7 +9,7 @@ acceleration. Without that term it would depend on the representative wherever t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -111,14 +111,14 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         with plain_attention():
             found = self.losses()
             losses = [found] if isinstance(found, Tensor) else found
-            first, second = _with_product(losses, space.parameters, velocity)
-        # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
+            gradient, second = _with_product(losses, space.parameters, velocity)
+        # R is quadratic, so its derivative J(ξ) is affine, and H v = J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
         product = space.pull_back_from_copies(second, None, space.empty())
         with torch.no_grad(), torch.autocast(space.device.type, enabled=False):
             for (patch, part), (_, c) in zip(space.each(product), space.each(v), strict=True):
                 if patch.pairs:  # others move along straight lines
                     for at, sign in ((c, 1), (None, -1)):
-                        patch.pull_back_(term := torch.empty_like(part), first, at)
+                        patch.pull_back_(term := torch.empty_like(part), gradient, at)
                         part.add_(term, alpha=sign)
         return product
 
@@ -208,17 +208,15 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
 def _with_product(
     losses: Iterable[Tensor], weights: Mapping[str, Tensor], velocity: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Add up gradients by name, and products of the Hessians with the velocities of the weights."""
-    moving, first, second = [weights[name] for name in velocity], dict[str, Tensor](), dict[str, Tensor]()
+    """Add up the gradients ∇ℓ by name, and the products ∇²ℓ v with the velocities v of the weights."""
+    moving, gradient, product = [weights[name] for name in velocity], dict[str, Tensor](), dict[str, Tensor]()
     for loss in losses:
-        grads = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
-        bent = [(g, v) for g, v in zip(grads, velocity.values(), strict=True) if g.requires_grad]
-        twice = (
-            torch.autograd.grad([g for g, _ in bent], moving, [v for _, v in bent], materialize_grads=True)
-            if bent
-            else ()
-        )
-        for into, some in ((first, grads), (second, twice)):
-            for name, g in zip(velocity, some, strict=False):
-                into[name] = into[name] + g.detach() if name in into else g.detach()
-    return first, second
+        slopes = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
+        curved = [(g, v) for g, v in zip(slopes, velocity.values(), strict=True) if g.requires_grad]
+        terms: Sequence[Tensor] = ()  # the loss may be linear in all weights
+        if curved:
+            terms = torch.autograd.grad([g for g, _ in curved], moving, [v for _, v in curved], materialize_grads=True)
+        for total, each in ((gradient, slopes), (product, terms)):
+            for name, term in zip(velocity, each, strict=False):
+                total[name] = total[name] + term.detach() if name in total else term.detach()
+    return gradient, product
