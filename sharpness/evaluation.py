@@ -217,17 +217,17 @@ def statistic_of(
     if sharded and keep_directions:
         raise ValueError("a sharded model keeps no directions, which are as large as it is; leave keep_directions out")
     world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
-    total = -(-len(batches) // world.size) * len(radii) * statistic.work if isinstance(batches, Sized) else 0
     weights = model.state_dict() if world.size > 1 else {}
-    contents = {f"{name!r} of the model": checksum(t) for name, t in weights.items()}
+    contents = {f"{name!r} of the model": checksum(t) for name, t in weights.items()}  # all processes have the same
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
+    steps = -(-len(batches) // world.size) * len(radii) * statistic.work if isinstance(batches, Sized) else None
     state = preserve_model_state(model)
     with (
         world.together() as shares,
         state,
         state,  # twice: the second exit repeats a restoration that an interrupt cut short
-        progress_bar(total or None, measure.name, "step", progress=progress) as bar,
+        progress_bar(steps or None, measure.name, "step", progress=progress) as bar,
         attached_space(model, batches, measure, objective, symmetries) as (space, numbered),
     ):
 
@@ -278,7 +278,7 @@ def _over_radii(
     best: BatchResult | None = None
     direction: Direction | None = None
     for rho in sorted(radii):
-        began, passes = time.perf_counter(), loss.passes
+        began, before = time.perf_counter(), loss.passes
         best = best if statistic.nested else None
         for start in range(statistic.starts):
             last = (rho, start + 1) == (max(radii), statistic.starts)
@@ -288,7 +288,7 @@ def _over_radii(
             del point  # as large as the model
         assert best is not None
         best = best.inside(rho) if best.rho < rho else best
-        seconds, passes = time.perf_counter() - began, loss.passes - passes + 1  # with the one at the weights
+        passes, seconds = loss.passes - before + 1, time.perf_counter() - began  # with the pass at the weights
         best = replace(best, passes=passes, worst_error=loss.worst_error, seconds=seconds)
         yield best, direction
 
