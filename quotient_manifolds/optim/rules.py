@@ -140,7 +140,8 @@ def adam(
 
     Notes
     -----
-    C is kept as a mean of ∇ᴴ∇, which K⁻¹ and K⁻ᴴ turn into that of coordinates, and r as h times that of the formula.
+    C is kept as a mean of ∇ᴴ∇, which K⁻¹ and K⁻ᴴ turn into that of coordinates, and m as one of ∇, so that both can be
+    transported; r is h times that of the formula.
 
     Examples
     --------
@@ -155,19 +156,19 @@ def adam(
     1.414
     """
     K_inv, step = metric.inverse_roots, state["step"] + 1
-    first, second = (1 - beta ** step[:, None, None] for beta in betas)
-    # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
+    correction_1, correction_2 = (1 - beta ** step[:, None, None] for beta in betas)
     (C,) = g.average_([state["matrix"]], [g.grams() / g.counts], 1 - betas[1])
-    V = K_inv @ (C / second[:, None]) @ K_inv.mH
-    V.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(V)[..., None], alpha=_LEAST)
-    R = K_inv.mH @ inverse_root(V, metric.eye)
+    C_hat = K_inv @ (C / correction_2[:, None]) @ K_inv.mH
+    C_hat.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(C_hat)[..., None], alpha=_LEAST)
+    R = K_inv.mH @ inverse_root(C_hat, metric.eye)  # for gradients in place of their coordinates
     squares = g.row_squares(R)
     (r,) = g.average_([state["rows"]], [squares], 1 - betas[1])  # times h, which takes √h from the rate
-    sizes = torch.div(r, second, out=squares).sqrt_().add_(eps * R.shape[-1] ** 0.5)  # in the precision of the rows
+    sizes = torch.div(r, correction_2, out=squares).sqrt_().add_(eps * R.shape[-1] ** 0.5)  # in the rows' precision
+    # Dividing rows commutes with R, which needs no product of its own: it goes with K⁻¹ to the matrices of the update.
     parts = sizes.split([x.shape[1] for x in g.rows], dim=1)
     for d, m, size in zip(g.rows, g.average_(moments_of(state), g.rows, 1 - betas[0]), parts, strict=True):
         torch.div(m, size, out=d)
-    return Update(g.rows, R @ (K_inv / first[:, None]), _RANK**0.5), {**state, "step": step}
+    return Update(g.rows, R @ (K_inv / correction_1[:, None]), _RANK**0.5), {**state, "step": step}
 
 
 def muon(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> tuple[Update, State]:
@@ -201,10 +202,11 @@ def muon(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> t
     >>> (update.factor * update.rows[0] @ update.matrices[:, 0])[0, 0].round(decimals=3).item()
     0.112
     """
-    K_inv = metric.inverse_roots
-    torch._foreach_lerp_(g.rows, g.average_(moments_of(state), g.rows, 1 - momentum), momentum)
+    K_inv, m = metric.inverse_roots, g.average_(moments_of(state), g.rows, 1 - momentum)
+    torch._foreach_lerp_(g.rows, m, momentum)  # the rows are u from here on
     # Where the product lacks rank K⁻¹ of H is large, and u small: its Gram matrix comes after the product of both.
-    return Update(g.rows, K_inv.mH @ inverse_root(g.grams_of(K_inv), metric.eye) @ K_inv, 1 / 2), state
+    to_polar = K_inv.mH @ inverse_root(g.grams_of(K_inv), metric.eye)  # u times this is polar(u K⁻ᴴ)
+    return Update(g.rows, to_polar @ K_inv, 1 / 2), state
 
 
 def muon_metric(M: Tensor, N: Tensor, scale: float, *, lr: float, momentum: float) -> StepMetric:
