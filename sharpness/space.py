@@ -315,7 +315,6 @@ class WeightSpace:
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
-        self._moved = True
         from quotient_manifolds.symmetries import move_
 
         self._moved = True
