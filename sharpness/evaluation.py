@@ -9,7 +9,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from tqdm.auto import tqdm
 
@@ -230,18 +230,14 @@ def statistic_of(
         progress_bar(steps or None, measure.name, "step", progress=progress) as bar,
         attached_space(model, batches, measure, objective, symmetries) as (space, numbered),
     ):
-
-        def keep(point: Tensor | None) -> Direction | None:
-            size = (len(directions) + 1) * space.dim * space.dtype.itemsize  # with this one
-            wanted = not sharded and size <= _DIRECTIONS if keep_directions is None else keep_directions
-            return space.direction(point) if wanted and point is not None else None
-
+        fit = 0 if sharded else _DIRECTIONS // max(space.dim * space.dtype.itemsize, 1)
+        most = fit if keep_directions is None else sys.maxsize * bool(keep_directions)  # directions that are kept
         for index, batch in numbered:
             if world.size > 1:
                 contents[f"batch {index}"] = checksum(batch)
             if world.owns(index):
                 loss = BatchLoss(space, objective, batch, index)
-                for result, direction in _over_radii(statistic, loss, radii, bar, keep):
+                for result, direction in _over_radii(statistic, loss, radii, bar, most - len(directions)):
                     results.append(result)
                     if direction is not None:
                         directions[index, result.rho] = direction
@@ -268,12 +264,12 @@ def _where(
 
 
 def _over_radii(
-    statistic: Statistic, loss: BatchLoss, radii: Sequence[float], bar: Any,
-    keep: Callable[[Tensor | None], Direction | None],
-) -> Iterator[tuple[BatchResult, Direction | None]]:  # fmt: skip
+    statistic: Statistic, loss: BatchLoss, radii: Sequence[float], bar: Any, room: int
+) -> Iterator[tuple[BatchResult, Direction | None]]:
     """Measure a batch at every radius, the smallest first, and keep the best of several starts, and where it is.
 
-    What was found in a ball counts for the larger ones around it, until there is a larger value.
+    What was found in a ball counts for the larger ones around it, until there is a larger value. Directions are kept
+    while there is ``room``, their number.
     """
     best: BatchResult | None = None
     direction: Direction | None = None
@@ -284,13 +280,15 @@ def _over_radii(
             last = (rho, start + 1) == (max(radii), statistic.starts)
             result, point = statistic.measure(loss, rho, start, bar, last=last)
             if best is None or result.value > best.value:
-                best, direction = result, keep(point)
+                best = result
+                direction = loss.space.direction(point) if room > 0 and point is not None else None
             del point  # as large as the model
         assert best is not None
         best = best.inside(rho) if best.rho < rho else best
         passes, seconds = loss.passes - before + 1, time.perf_counter() - began  # with the pass at the weights
         best = replace(best, passes=passes, worst_error=loss.worst_error, seconds=seconds)
         yield best, direction
+        room -= direction is not None
 
 
 #: Quantities at the weights by their names in ``sharpness run`` and sweeps: the measure, and the statistic for a seed.
