@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..linalg import at_least_float32
+from .actions import State
 from .found import Symmetries, check_symmetries
 from .pairs import SymmetricPair
 from .slots import Slot, masks
-from .wiring import State
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,12 @@ from itertools import product
 from torch import Tensor, nn
 
 from ..weights import naming, plain_names
-from .kinds import (
-    Action,
-    Centring,
-    Exchange,
-    Gain,
-    HeadBias,
-    Length,
-    QKGains,
-    Reader,
-    Rotation,
-    Scale,
-    Shift,
-    has_zeros,
-)
+from .actions import Action, State
+from .kinds import Centring, Exchange, Length, Rotation, Scale
+from .norm_kinds import Gain, HeadBias, QKGains, Reader, Shift, has_zeros
 from .pairs import Cause, Claim, Refusal, SymmetricPair
 from .slots import Slot, slot
-from .wiring import Affine, Norm, Site, State, Wiring
+from .wiring import Affine, Norm, Site, Wiring
 
 
 def actions_of(

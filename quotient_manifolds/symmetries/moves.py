@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from ..linalg import standard_normal
 from ..passes import Forward, Run, Wide, default_forward
 from ..weights import check_whole, running_copy, weights_of
+from .actions import Action, State
 from .canonical import canonical_form, fold, write_values
 from .certificate import Certificate, certify, change, move_stacks_, output_gradients, preserve_values
 from .discovery import ALL, claimed, find
 from .found import Symmetries, check_names, check_symmetries
-from .kinds import Action
 from .pairs import Cause, SymmetricPair, refused
 from .stacks import stacks
-from .wiring import State
 
 
 @torch.no_grad()

@@ -4,57 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..linalg import in_double
 from ..weights import ByClass, naming, plain_class
+from .actions import State
 from .pairs import SymmetricPair
-from .slots import GL, Slot, checked, renamed
-
-
-class State(dict[str, Tensor]):
-    """Values of weights in float64, by name; what was not changed is read from the weights, and not stored.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import slot
-    >>> from quotient_manifolds.symmetries.whole import State
-    >>> layer = torch.nn.Linear(2, 3)
-    >>> state, first = State(dict(layer.named_parameters())), slot(layer, "weight", slice(1))
-    >>> state.write(first, torch.zeros(1, 2))
-    >>> float(state.read(first).norm()), bool(layer.weight[0].any())
-    (0.0, True)
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.weights = weights
-
-    def of(self, name: str) -> Tensor:
-        """Return the value of a weight."""
-        if name not in self and name not in self.weights:
-            raise ValueError(f"there is no weight {name!r}; were these symmetries found in another model?")
-        return self[name] if name in self else in_double(self.weights[name].detach())
-
-    def read(self, slot: Slot) -> Tensor:
-        """Return the numbers of a slot, (rows, columns)."""
-        return slot.of(checked(slot, self.of(slot.name)).contiguous())
-
-    def write(self, slot: Slot, rows: Tensor) -> None:
-        """Change the numbers of a slot, differentiably."""
-        value = checked(slot, self.of(slot.name)).clone(memory_format=torch.contiguous_format)
-        slot.of(value).copy_(rows)
-        self[slot.name] = value
-
-    def add(self, slot: Slot, change: Tensor) -> None:
-        """Add something that broadcasts to a slot's shape."""
-        self.write(slot, self.read(slot) + change)
+from .slots import GL, Slot, renamed
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """How a whole network is wired, and networks in the coordinates of others: aligned, compared, told apart."""
 
 from .. import architectures
-from ..kinds import Action
+from ..actions import Action, State
 from ..layout import affine, norm
-from ..wiring import Affine, Norm, Site, State, Wiring, neurons, register_wiring, wiring_of
+from ..wiring import Affine, Norm, Site, Wiring, neurons, register_wiring, wiring_of
 from .align import Alignment, Element, align_models
 from .independence import Independence, independence_test
 from .units import Move

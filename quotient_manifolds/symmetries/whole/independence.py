@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ...linalg import finite
 from ...weights import check_whole, weights_of
+from ..actions import State
 from ..canonical import canonical_form
 from ..discovery import ALL, find
-from ..wiring import State, Wiring
+from ..wiring import Wiring
 from .fits import assigned
 
 #: Singular values that are smaller, relative to the largest, are rounding of float32.

@@ -11,10 +11,11 @@ from operator import eq
 import torch
 from torch import Tensor
 
+from ..actions import State
 from ..found import Symmetries
 from ..pairs import Claim, Refusal, SymmetricPair
 from ..slots import GL, Slot, SlotStack
-from ..wiring import State, Wiring
+from ..wiring import Wiring
 
 
 @dataclass(frozen=True, eq=False)

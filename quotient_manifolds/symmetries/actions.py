@@ -1,0 +1,126 @@
+"""What every continuous symmetry outside the heads is, an action on weights, and the values that actions change."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..linalg import in_double
+from .slots import Slot, checked
+
+
+class State(dict[str, Tensor]):
+    """Values of weights in float64, by name; what was not changed is read from the weights, and not stored.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import slot
+    >>> from quotient_manifolds.symmetries.whole import State
+    >>> layer = torch.nn.Linear(2, 3)
+    >>> state, first = State(dict(layer.named_parameters())), slot(layer, "weight", slice(1))
+    >>> state.write(first, torch.zeros(1, 2))
+    >>> float(state.read(first).norm()), bool(layer.weight[0].any())
+    (0.0, True)
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def of(self, name: str) -> Tensor:
+        """Return the value of a weight."""
+        if name not in self and name not in self.weights:
+            raise ValueError(f"there is no weight {name!r}; were these symmetries found in another model?")
+        return self[name] if name in self else in_double(self.weights[name].detach())
+
+    def read(self, slot: Slot) -> Tensor:
+        """Return the numbers of a slot, (rows, columns)."""
+        return slot.of(checked(slot, self.of(slot.name)).contiguous())
+
+    def write(self, slot: Slot, rows: Tensor) -> None:
+        """Change the numbers of a slot, differentiably."""
+        value = checked(slot, self.of(slot.name)).clone(memory_format=torch.contiguous_format)
+        slot.of(value).copy_(rows)
+        self[slot.name] = value
+
+    def add(self, slot: Slot, change: Tensor) -> None:
+        """Add something that broadcasts to a slot's shape."""
+        self.write(slot, self.read(slot) + change)
+
+
+@dataclass(frozen=True)
+class Action(ABC):
+    """A group of moves of some weights, which holds where the actions before it in the list were folded.
+
+    Attributes
+    ----------
+    kind, name : str
+        The kind of symmetry, and its place in the network.
+    after : tuple of str
+        The labels of those before it without which it does not hold: it is left out where one of them is.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import ALL, find
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    >>> [(a.kind, a.dimension) for a in find(encoder, kinds=ALL).actions if a.kind not in ("qk", "vo", "relu")][:3]
+    [('shift', 8), ('reader', 16), ('key bias', 4)]
+    """
+
+    kind: str
+    name: str
+    _: KW_ONLY
+    after: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def label(self) -> str:
+        """Kind and place, by which ``after`` names it: no other symmetry of a network has the same."""
+        return f"{self.kind}: {self.name}"
+
+    @property
+    @abstractmethod
+    def slots(self) -> tuple[Slot, ...]:
+        """What moves."""
+
+    @property
+    def needed(self) -> tuple[Slot, ...]:
+        """What moves, and what says how far."""
+        return self.slots
+
+    @property
+    def constant(self) -> tuple[Slot, ...]:
+        """What has a fixed value once the symmetry is folded."""
+        return ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of t, which says how far to move; t = 0 changes nothing."""
+
+    @property
+    def dimension(self) -> int:
+        """Number of directions that are not among those of another symmetry of the list."""
+        return self.shape[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights that move, each once."""
+        return tuple(dict.fromkeys(s.name for s in self.slots))
+
+    def among(self, others: Collection[Action]) -> Action:
+        """Return the same symmetry for where only some of the others are left."""
+        return self
+
+    @abstractmethod
+    def act_(self, state: State, t: Tensor) -> None:
+        """Move weights, differentiably."""
+
+    @abstractmethod
+    def fold_(self, state: State) -> None:
+        """Go to the one point of the orbit that all equivalent weights share."""
