@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import ALL, canonical_form, find
@@ -109,6 +110,15 @@ def _make(name):
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=before)
     last = nn.LayerNorm(8) if before else None
     return nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=False)
+
+
+def normalised(conv=2, linear=0):
+    """A network of two layers that normalise their weights, for each index of a dimension; for None as a whole."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first, last = nn.Conv1d(2, 3, 2), nn.Linear(9, 4)
+        layers = (weight_norm(first, dim=conv), nn.Tanh(), nn.Flatten(), weight_norm(last, dim=linear))
+        return nn.Sequential(*layers).double().eval()
 
 
 def _stay_double(model):

@@ -52,7 +52,8 @@ def find(
     kinds : collection of {"heads", "lora", "points", "neurons", "stream"}
         What to look for: attention heads, LoRA adapters, points of a quotient among the parameters; and, of networks
         whose wiring is known (:func:`~quotient_manifolds.symmetries.whole.register_wiring`), hidden neurons, and what
-        lies around the streams: norms, biases, embeddings, rotations. ``ALL`` of them, or by default the first three.
+        lies around the streams: norms, biases, embeddings, rotations; with these, of any network, the lengths of
+        normalised weights. ``ALL`` of them, or by default the first three.
     classes : bool
         The logits are used only through a softmax, so a constant added to all of them is a symmetry too.
     forward : callable
@@ -144,7 +145,8 @@ def with_wiring(
         if (isinstance(p, SymmetricPair) or p.cause is Cause.COMPUTED) and p.module not in zero_key
     ]
     actions, refusals = actions_of(wiring, heads, weights, classes=classes)
-    return replace(found, actions=(*actions, *lengths_of(model)), refused=found.refused + tuple(refusals))
+    lengths, shared = lengths_of(model)
+    return replace(found, actions=(*actions, *lengths), refused=(*found.refused, *refusals, *shared))
 
 
 @torch.no_grad()

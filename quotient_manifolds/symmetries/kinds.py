@@ -125,7 +125,7 @@ class Exchange(Action):
 
 @dataclass(frozen=True)
 class Length(Action):
-    """v → s v, rows that weight normalisation divides by their lengths. Folded, their lengths are 1."""
+    """v → s v, s > 0, for rows of any shape that weight normalisation divides by their lengths. Folded, these are 1."""
 
     rows: Slot
 
@@ -138,12 +138,11 @@ class Length(Action):
         return (self.rows.rows,)
 
     def act_(self, state: State, t: Tensor) -> None:
-        state.write(self.rows, state.read(self.rows) * torch.exp(t)[:, None])
+        state.write(self.rows, torch.einsum("i,i...->i...", torch.exp(t), state.read(self.rows)))
 
     def fold_(self, state: State) -> None:
-        rows = state.read(self.rows)
-        length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        state.write(self.rows, rows / torch.where(length == 0, 1, length))
+        length = torch.linalg.vector_norm(state.read(self.rows).reshape(self.rows.rows, -1), dim=1)
+        self.act_(state, -torch.log(torch.where(length == 0, 1, length)))
 
 
 @dataclass(frozen=True)

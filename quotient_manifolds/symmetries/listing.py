@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -14,7 +14,7 @@ from .actions import Action, State
 from .kinds import Centring, Exchange, Length, Rotation, Scale
 from .norm_kinds import Gain, HeadBias, QKGains, Reader, Shift, has_zeros
 from .pairs import Cause, Claim, Refusal, SymmetricPair
-from .slots import Slot, slot
+from .slots import Slot, outline
 from .wiring import Affine, Norm, Site, Wiring
 
 
@@ -127,17 +127,33 @@ def _shift(site: Site) -> Shift | None:
     return None if beta is None else Shift("shift", site.name, beta, site.norm, site.readers, carried)
 
 
-def lengths_of(model: nn.Module) -> Iterator[Length]:
-    """Yield those of the rows that weight normalisation divides by their lengths, in layers of any class."""
-    plain, name_of, seen = plain_names(model), naming(model), set[Slot]()
-    for path, module in model.named_modules():
+def lengths_of(model: nn.Module) -> tuple[list[Action], list[Refusal]]:
+    """List those of what weight normalisation divides by its length, in layers of any class, and what is refused.
+
+    Layers may share weights, if all of them divide the same rows by their lengths, and nothing else uses these.
+    """
+    plain, name_of = plain_names(model), naming(model)
+    places = defaultdict[Slot, list[str]](list)
+    for path, module in model.named_modules(remove_duplicate=False):
         for own, steps in getattr(module, "parametrizations", {}).items():
-            if type(steps[0]).__name__ == "_WeightNorm" and steps[0].dim == 0 and len(steps) == 1:
+            if type(steps[0]).__name__ == "_WeightNorm" and len(steps) == 1 and not steps.original1.is_complex():
                 inside = f"parametrizations.{own}.original1"
-                rows = replace(slot(module, inside), name=name_of(path, inside))
-                if rows not in seen:  # layers may share them
-                    yield Length("length", plain(path), rows)
-                seen.add(rows)
+                rows = replace(_normalised(module, inside, steps[0].dim), name=name_of(path, inside))
+                places[rows].append(plain(f"{path}.{own}".removeprefix(".")))
+    uses = Counter(name_of("", name) for name, _ in model.named_parameters(remove_duplicate=False))
+    found, refusals = list[Action](), list[Refusal]()
+    for rows, (place, *others) in places.items():
+        if uses[rows.name] == 1 + len(others):
+            found.append(Length("length", place, rows))
+        else:
+            refusals.append(Refusal(place, "length", Cause.SHARED, G=(rows,)))
+    return found, refusals
+
+
+def _normalised(module: nn.Module, name: str, dim: int) -> Slot:
+    """Describe what weight normalisation divides by one length each: a whole weight for -1, else its slices."""
+    whole = outline(module, name)
+    return Slot.from_view(name, whole, whole.view(1, -1) if dim == -1 else whole.movedim(dim, 0))
 
 
 def key_bias(head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:

@@ -127,7 +127,7 @@ class Slot:
     shape : tuple of int
         Of the whole weight, (…, 2) if it is complex.
     offset, size, stride
-        Of the view; the size is (rows, h), or (rows, h, 2) for complex columns.
+        Of the view; the size is (rows, h), or (rows, h, 2) for complex columns. Outside pairs a row may have any shape.
 
     Examples
     --------

@@ -9,11 +9,8 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 
-import sharpness
-from quotient_manifolds.symmetries import ALL, Symmetries, canonical_form, find, from_json, moved_weights, slot, to_json
-from quotient_manifolds.symmetries.kinds import Length
+from quotient_manifolds.symmetries import ALL, Symmetries, canonical_form, find, from_json, moved_weights, to_json
 from quotient_manifolds.symmetries.whole import State
 from tests import architectures
 from tests.extent import share
@@ -141,32 +138,3 @@ def test_what_is_no_such_file_is_said():
     del weights["classifier.weight"]
     with pytest.raises(ValueError, match=r"no weight 'classifier\.weight'; the names must be those of"):
         moved_weights(weights, found)
-
-
-@pytest.mark.filterwarnings("ignore:.*no adapter describes")
-def test_lengths_that_weight_normalisation_divides_by():
-    """A kind of its own: its class, the function that finds it, and this test."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(weight_norm(nn.Linear(4, 6)), nn.Tanh(), weight_norm(nn.Linear(6, 3))), torch.randn(5, 4)
-    before = model(x).detach()
-    found = find(model, kinds=ALL)
-    assert [(a.kind, a.dimension) for a in found.actions] == [("length", 6), ("length", 3)]
-    assert from_json(to_json(found)) == found
-    twin = copy.deepcopy(model)
-    twin.load_state_dict(moved_weights(model.state_dict(), found, scale=1.0))
-    v, w = (m[0].parametrizations.weight.original1.detach() for m in (model, twin))
-    torch.testing.assert_close(twin(x), before, rtol=0, atol=1e-12)
-    torch.testing.assert_close(v / v.norm(dim=1, keepdim=True), w / w.norm(dim=1, keepdim=True))
-    assert float((v - w).abs().max()) > 0.1
-    (action, _), state = found.actions, State(dict(model.named_parameters()))
-    action.fold_(state)
-    torch.testing.assert_close(state[action.rows.name].norm(dim=1), torch.ones(6))
-    loss = lambda m, b: m(b).square().mean()  # noqa: E731
-    one, two = (
-        float(sharpness.evaluate(m, [x], loss, measure="complete-inv", steps=3, progress=False)) for m in (model, twin)
-    )
-    assert two == pytest.approx(one, rel=1e-9)
-    wrong = Length("length", "0", slot(model, "0.parametrizations.weight.original0"))  # the gains
-    spoilt = moved_weights(model.state_dict(), Symmetries(actions=(wrong,)))
-    twin.load_state_dict(spoilt)
-    assert float((twin(x).detach() - before).abs().max()) > 1e-3
