@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..weights import unwrapped
-from .actions import Action
 from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
 
 if TYPE_CHECKING:
+    from .actions import Action
     from .wiring import Wiring
 
 
@@ -141,6 +141,8 @@ class Symmetries:
         ValueError
             One has the name of another, or a pair shares numbers with one.
         """
+        from .actions import Action  # what heads alone do not need
+
         actions = [s for s in more if isinstance(s, Action)]
         pairs = check_pairs(s for s in more if not isinstance(s, Action))
         labels = {s.label for s in self} | {r.name for r in self.refused if r.H}
