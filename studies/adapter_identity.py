@@ -26,13 +26,12 @@ def entry(found: float | Exception) -> str:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    with TABLE.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(HEAD)
-        for name, weights in CASES:
-            row = [name, ", ".join(f"{w:g}" for w in weights), *(entry(error(name, weights, tool)) for tool in TOOLS)]
-            writer.writerow(row)
-            print(*row, sep=" | ", flush=True)
+    rows = [HEAD]
+    for name, weights in CASES:
+        rows.append([name, ", ".join(f"{w:g}" for w in weights), *(entry(error(name, weights, t)) for t in TOOLS)])
+        print(*rows[-1], sep=" | ", flush=True)
+    with TABLE.open("w", newline="", encoding="utf-8") as file:  # at the end: a run that is stopped leaves the last one
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":
