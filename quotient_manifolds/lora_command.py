@@ -1,9 +1,10 @@
-"""Merge LoRA adapters, resize, balance or compare them, as files.
+"""Merge LoRA adapters, resize, balance, carry or compare them, as files.
 
 in a shell:
   quotient-lora merge one two --weights 0.7 0.3 --rank 16 --out merged
   quotient-lora resize big --energy 0.99 --out small   # the nearest products of smaller rank
   quotient-lora balance one --out even                 # the same products, with factors of equal size
+  quotient-lora carry one --from base --to canonical --out new  # for a base that symmetries have rewritten
   quotient-lora compare one merged                     # layer by layer: ranks, norms, distance
 """
 
@@ -28,6 +29,7 @@ _COMMANDS = {
     "merge": ("adapters", "Write one adapter: a weighted sum, or a mean, of the products of several."),
     "resize": ("adapter", "Write an adapter of another rank, with the nearest products."),
     "balance": ("adapter", "Write an adapter with the same products, and factors of equal size."),
+    "carry": ("adapter", "Write the adapter that does the same to a base that symmetries have rewritten."),
     "compare": ("one other", "Print the ranks, norms and distance of two adapters, layer by layer."),
 }
 
@@ -86,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True, dest="command")
     for name, (adapters, purpose) in _COMMANDS.items():
-        needed = f"{adapters.upper()}{' ...' * (name == 'merge')}{' --out OUT' * (name != 'compare')}"
+        needed = f"{adapters.upper()}{' ...' * (name == 'merge')}{' --from BASE --to OTHER' * (name == 'carry')}"
+        needed += " --out OUT" * (name != "compare")
         own = commands.add_parser(name, help=purpose, description=purpose, usage=f"%(prog)s {needed} [OPTIONS]")
         for adapter in adapters.split():
             own.add_argument(adapter, nargs="+" if name == "merge" else None, help="Folder, file, or name on the Hub.")
@@ -94,7 +97,11 @@ def _parser() -> argparse.ArgumentParser:
             own.add_argument("--json", action="store_true", help="Print all, with the singular values, as JSON.")
             continue
         own.add_argument("--out", required=True, help="Folder to create.")
-        if name != "balance":
+        if name == "carry":
+            of = "Folder of transformers, or name on the Hub: "
+            own.add_argument("--from", required=True, dest="base", metavar="BASE", help=f"{of}the adapter's model.")
+            own.add_argument("--to", required=True, dest="other", metavar="OTHER", help=f"{of}the rewritten model.")
+        elif name != "balance":
             rank = "Largest rank of a layer." if name == "merge" else "Rank of every layer; with --energy the largest."
             own.add_argument("--rank", type=int, help=rank)
             share, energy = 1.0 if name == "merge" else None, "Share of the squared singular values to keep."

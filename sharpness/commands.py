@@ -5,6 +5,7 @@ What imports torch is imported by a command, so that the parser does not wait fo
 
 from __future__ import annotations
 
+import copy
 import math
 import platform
 import shutil
@@ -331,17 +332,19 @@ def symmetries(
     return 0 if report.ok else 1
 
 
-def canonicalize(model: str, *, out: Path) -> int:
+def canonicalize(model: str, *, out: Path, adapter: str | None = None) -> int:
     """Save a model in canonical form: norms folded, layers centred, heads balanced.
 
     Rewrite a model of transformers so that equivalent weights become equal: norms folded
     into the next layers, biases and embeddings centred, both factors of every head scaled
     alike. Outputs do not change. The order of heads and neurons and the basis of the
     residual stream stay as they are. transformers loads the
-    new folder like the old one. LoRA adapters of the old weights do not fit the new ones.
+    new folder like the old one. LoRA adapters of the old weights do not fit the new ones:
+    --adapter carries one, `quotient-lora carry` any others.
 
     in a shell:
       sharpness canonicalize path/to/vit --out canonical
+      sharpness canonicalize path/to/bert --adapter adapter_a --out canonical
 
     Parameters
     ----------
@@ -349,12 +352,21 @@ def canonicalize(model: str, *, out: Path) -> int:
         A folder of transformers, or the name of one on the Hub.
     out
         New folder to write.
+    adapter
+        A LoRA adapter of the model, as PEFT saves it; OUT/adapter is the one that does the same to the new model.
     """
     if out.exists():
         raise ValueError(f"--out {out} exists already; give a new folder")
     (model,), remarks = _at_commits(model)
+    if adapter is not None:
+        from quotient_manifolds.hub import look_up
+
+        look_up("model", "lora", adapter)
     import torch
 
+    from quotient_manifolds.adapters import balance
+    from quotient_manifolds.adapters.storage import new_folder
+    from quotient_manifolds.networks import quiet
     from quotient_manifolds.symmetries import canonicalize_
 
     from . import models
@@ -366,6 +378,7 @@ def canonicalize(model: str, *, out: Path) -> int:
         raise ValueError(f"{model}: only models of transformers, for images or texts, can be saved in canonical form")
     with torch.no_grad():
         before = network(**loaded.example)[0].double()
+        carried = None if adapter is None else _carried(adapter, network, out)
         folded = canonicalize_(network)
         change = float((network(**loaded.example)[0].double() - before).abs().max() / before.abs().max())
         rounding = max(rounding_error(network), computed_in(lambda: network(**loaded.example)))
@@ -374,15 +387,35 @@ def canonicalize(model: str, *, out: Path) -> int:
     # In half precision 10⁴ roundings would be any change at all.
     if not change <= min(0.1, 1e4 * rounding):
         raise ValueError(f"the canonical form of {model} changes the outputs by {change:.1e}; it is not saved")
-    with models.quiet():
-        network.save_pretrained(out)
-    for path in files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
-        if not (out / path.name).exists():
-            shutil.copy(path, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with quiet(), new_folder(out) as folder:
+        network.save_pretrained(folder)
+        for path in files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
+            if not (folder / path.name).exists():
+                shutil.copy(path, folder)
+        if carried is not None:
+            balance(carried, folder / "adapter")
     print(f"{folded.table()}\nlargest relative change of an output {change:.0e}")
-    print(f"LoRA adapters of {model} change other outputs on the new weights: merge them into {model} before")
+    if carried is not None:
+        print(f"adapter: {out / 'adapter'}")
+    known = ", ".join(str(path.parent) for path in sorted(loaded.folder.glob("*/adapter_config.json")))
+    remarks.append(
+        f"- LoRA adapters of {model}{f', such as {known},' if known else ''} change other outputs on the new weights: "
+        f"carry each by quotient-lora carry ADAPTER --from {model} --to {out} --out NEW"
+    )
     say(remarks, "33")
     return 0
+
+
+def _carried(adapter: str, network: Any, out: Path) -> Any:
+    """Return an adapter for the canonical form of a network, in memory."""
+    from quotient_manifolds.adapters import carry
+    from quotient_manifolds.symmetries import canonicalize_
+
+    canonical = copy.deepcopy(network).double()  # before it is rounded
+    canonicalize_(canonical)
+    found: Any = carry(adapter, network, canonical)
+    return replace(found, place=Path(adapter), config={**found.config, "base_model_name_or_path": str(out)})
 
 
 def env() -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.files import naming_pointers
 from quotient_manifolds.hub import CLIP, PREFIXES, fetch_model, is_name
-from quotient_manifolds.passes import Shared
+from quotient_manifolds.networks import quiet
 from quotient_manifolds.weights import trained, weights_of
 
 from .checkpoints import Weights, read_tensors, unwrapped
@@ -381,17 +381,3 @@ def image_transform(folder: Path, config: Any) -> Callable[[Any], Tensor]:
         return pixels[0].float()
 
     return transform
-
-
-def _silence(undo: list[Callable[[], object]]) -> None:
-    from transformers.utils import logging
-
-    if logging.is_progress_bar_enabled():
-        undo.append(logging.enable_progress_bar)
-    undo.append(functools.partial(logging.set_verbosity, logging.get_verbosity()))
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-
-
-#: Keep transformers from printing bars and tables: errors are reported in one sentence.
-quiet = Shared(_silence)

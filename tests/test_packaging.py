@@ -118,7 +118,7 @@ PROCESS_WIDE = {
     ("quotient_manifolds/weights.py", "_leave_shortcuts"): {"set_fastpath_enabled", "_cache_enabled"},
     ("quotient_manifolds/passes.py", "_run_eagerly"): {"set_stance"},
     ("sharpness/curvature.py", "_attend_plainly"): {"sdpa_kernel"},
-    ("sharpness/models.py", "_silence"): {"enable_progress_bar", "set_verbosity", "disable_progress_bar"},
+    ("quotient_manifolds/networks.py", "_silence"): {"enable_progress_bar", "set_verbosity", "disable_progress_bar"},
     # By one thread at a time, and put back: the generators of torch if a pass drew from them, PEFT's DARE, and others.
     ("quotient_manifolds/weights.py", "preserve_model_state.save"): {"set_rng_state"},
     ("quotient_manifolds/passes.py", "drawing_again"): {"fork_rng"},

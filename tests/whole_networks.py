@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from quotient_manifolds.passes import Wide
 from quotient_manifolds.symmetries import ALL, canonical_form, find
 from quotient_manifolds.symmetries.whole import Element, Move
-from quotient_manifolds.symmetries.whole.align import _Form
+from quotient_manifolds.symmetries.whole.align import Form
 from quotient_manifolds.symmetries.whole.fits import permutation
 from quotient_manifolds.weights import weights_of
 
@@ -281,7 +281,7 @@ def random_move(cell, generator):
 @torch.no_grad()
 def random_element(model, seed=0):
     """Permutations of heads, queries, neurons, and entries of the stream, under RMSNorm with signs."""
-    form, generator, stream = _Form(model), torch.Generator().manual_seed(seed), None
+    form, generator, stream = Form(model), torch.Generator().manual_seed(seed), None
     if form.vectors:
         d = form.vectors[0].size[1]
         scores = torch.randn(d, d, generator=generator, dtype=torch.float64)

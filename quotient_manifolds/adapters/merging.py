@@ -278,7 +278,7 @@ def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iter
                 raise ValueError(f"a convolution in {groups} groups has a rank of at least {groups}, not {how.rank}")
             G, H = replace(how, rank=how.rank and how.rank // groups).factors(parts, whole)
         ranks[layer] = G.shape[-1] * groups
-        dtype = _common_dtype([p.tensor(p.layers[layer]["A"]) for p in holders])
+        dtype = common_dtype([p.tensor(p.layers[layer]["A"]) for p in holders])
         yield from first.packed(layer, G, H, dtype, alphas).items()
         key, absent = f"{layer}.lora_B.bias", G.new_zeros(G.shape[-2])
         if any(key in p.others for p in parents) or (biased and not first.layers[layer]["B"].endswith("embedding_B")):
@@ -300,11 +300,11 @@ def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
         raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
     total = sum(w for _, w in own)
     mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, w in own))
-    dtype = _common_dtype([p.tensor(key) for p, _ in own])
+    dtype = common_dtype([p.tensor(key) for p, _ in own])
     return (mean if dtype.is_floating_point else mean.round()).to(dtype)
 
 
-def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """Return the smallest dtype that holds the numbers of all; float8 would lose percents, so it counts as float32."""
     dtypes = (torch.float32 if t.is_floating_point() and t.element_size() == 1 else t.dtype for t in tensors)
     return reduce(torch.promote_types, dtypes)

@@ -65,7 +65,7 @@ def _pickled(weights: Path) -> dict[str, Tensor]:
 def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Let the block fill a folder that has another name until it is complete."""
     out = Path(out).resolve()  # a link stays, and its folder is filled
-    _check_free(out)
+    check_free(out)
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {out.parent} for {out.name!r}; create it first")
     begun = f".{out.name}.quotient-lora-"
@@ -79,13 +79,14 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
         folder = Path(place) / "new"
         folder.mkdir()
         yield folder
-        _check_free(out)
+        check_free(out)
         if out.is_dir():
             out.rmdir()
         folder.rename(out)
 
 
-def _check_free(out: Path) -> None:
+def check_free(out: Path) -> None:
+    """Raise unless a new folder may be written there."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists already; name a new folder")
 

@@ -122,5 +122,17 @@ class Action(ABC):
         """Move weights, differentiably."""
 
     @abstractmethod
+    def element(self, state: State) -> Tensor:
+        """Return what :meth:`apply_` takes to go to the one point of the orbit that all equivalent weights share."""
+
+    def apply_(self, state: State, element: Tensor) -> None:
+        """Move weights by an element, those from which it was computed or others."""
+        self.act_(state, element)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        """Return the element that moves them back."""
+        return -element
+
     def fold_(self, state: State) -> None:
-        """Go to the one point of the orbit that all equivalent weights share."""
+        """Go to that point."""
+        self.apply_(state, self.element(state))

@@ -40,9 +40,18 @@ class Scale(Action):
     def act_(self, state: State, t: Tensor) -> None:
         self._divide(state, torch.exp(-t))
 
+    def element(self, state: State) -> Tensor:
+        return state.read(self.unit)[0] + self.offset
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return torch.where(element == 0, 1, 1 / element)
+
     def fold_(self, state: State) -> None:
-        self._divide(state, state.read(self.unit)[0] + self.offset)
+        super().fold_(state)
         state.write(self.unit, torch.ones_like(state.read(self.unit)) - self.offset)
+
+    def apply_(self, state: State, element: Tensor) -> None:
+        self._divide(state, element)
 
     def _divide(self, state: State, r: Tensor) -> None:
         safe = torch.where(r == 0, torch.ones_like(r), r)
@@ -79,8 +88,8 @@ class Centring(Action):
         for rows, c in zip(self.vectors, t.split([rows.rows for rows in self.vectors]), strict=True):
             state.add(rows, c[:, None])
 
-    def fold_(self, state: State) -> None:
-        self.act_(state, -torch.cat([state.read(rows).mean(1) for rows in self.vectors]))
+    def element(self, state: State) -> Tensor:
+        return -torch.cat([state.read(rows).mean(1) for rows in self.vectors])
 
 
 @dataclass(frozen=True)
@@ -119,8 +128,8 @@ class Exchange(Action):
         for rows in self.targets:
             state.add(rows, -t)
 
-    def fold_(self, state: State) -> None:
-        self.act_(state, -torch.cat([state.read(rows) for rows in self.source]).mean(0))
+    def element(self, state: State) -> Tensor:
+        return -torch.cat([state.read(rows) for rows in self.source]).mean(0)
 
 
 @dataclass(frozen=True)
@@ -140,9 +149,9 @@ class Length(Action):
     def act_(self, state: State, t: Tensor) -> None:
         state.write(self.rows, torch.einsum("i,i...->i...", torch.exp(t), state.read(self.rows)))
 
-    def fold_(self, state: State) -> None:
+    def element(self, state: State) -> Tensor:
         length = torch.linalg.vector_norm(state.read(self.rows).reshape(self.rows.rows, -1), dim=1)
-        self.act_(state, -torch.log(torch.where(length == 0, 1, length)))
+        return -torch.where(length == 0, 1, length).log()
 
 
 @dataclass(frozen=True)
@@ -179,6 +188,9 @@ class Rotation(Action):
         Q = torch.linalg.matrix_exp(skew)
         for rows in self.vectors:
             state.write(rows, state.read(rows) @ Q.mT)
+
+    def element(self, state: State) -> Tensor:
+        return state.read(self.vectors[0]).new_zeros(self.shape)
 
     def fold_(self, state: State) -> None:
         """Leave the weights as they are."""

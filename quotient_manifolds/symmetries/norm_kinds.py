@@ -109,11 +109,15 @@ class Shift(Action):
         if self.carried is not None:
             state.add(self.carried, -t)
 
-    def fold_(self, state: State) -> None:
+    def element(self, state: State) -> Tensor:
         before = state.read(self.beta)[0]
         open_ends = any(r.bias is None for r in self.seeing)
         target = self.norm.gamma(state, before) / len(before) ** 0.5 if open_ends else torch.zeros_like(before)
-        self.act_(state, target - before)
+        return target - before
+
+    def fold_(self, state: State) -> None:
+        target = state.read(self.beta)[0] + (element := self.element(state))
+        self.act_(state, element)
         state.write(self.beta, target)
 
 
@@ -149,10 +153,10 @@ class Reader(Action):
         if self.norm.shift is not None and self.affine.bias is not None:
             state.add(self.affine.bias, -t * (u @ state.read(self.norm.shift)[0]))
 
-    def fold_(self, state: State) -> None:
+    def element(self, state: State) -> Tensor:
         W = state.read(self.affine.matrix)
         u = _null_input(self.norm, state, W[0])
-        self.act_(state, -(W @ u) / (u @ u))
+        return -(W @ u) / (u @ u)
 
 
 @dataclass(frozen=True)
@@ -189,8 +193,8 @@ class HeadBias(Action):
         for matrix, bias in self.outputs:
             state.add(bias, -(state.read(matrix) @ t))
 
-    def fold_(self, state: State) -> None:
-        self.act_(state, -_constant(state, self.affine, self.norm))
+    def element(self, state: State) -> Tensor:
+        return -_constant(state, self.affine, self.norm)
 
 
 @dataclass(frozen=True)
@@ -213,8 +217,8 @@ class QKGains(Action):
             (rows,) = its.slots
             state.write(rows, (state.read(rows) + its.offset) * torch.exp(s).repeat(2) - its.offset)
 
-    def fold_(self, state: State) -> None:
+    def element(self, state: State) -> Tensor:
         of_q, of_k = (
             (state.read(its.slots[0]) + its.offset).view(2, -1).norm(dim=0) for its in (self.queries, self.keys)
         )
-        self.act_(state, torch.log(of_k / of_q).nan_to_num(0, 0, 0) / 2)
+        return torch.log(of_k / of_q).nan_to_num(0, 0, 0) / 2

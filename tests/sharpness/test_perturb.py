@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations, parametrize
 import sharpness
 from quotient_manifolds import passes
 from quotient_manifolds import weights as module
-from sharpness import curvature, models, plots
+from quotient_manifolds.networks import quiet
+from sharpness import curvature, plots
 from sharpness.space import Evidence
 from tests import networks
 from tests.extent import EXHAUSTIVE
@@ -513,7 +514,7 @@ SHARED = {
     "fast path": (module._shortcuts, torch.backends.mha.get_fastpath_enabled, True),
     "compiled code": (passes.eager, lambda: torch._dynamo.eval_frame._stance.stance, "default"),
     "kernels": (curvature.plain_attention, torch.backends.cuda.flash_sdp_enabled, True),
-    "words": (models.quiet, transformers.logging.get_verbosity, transformers.logging.WARNING),
+    "words": (quiet, transformers.logging.get_verbosity, transformers.logging.WARNING),
 }
 
 

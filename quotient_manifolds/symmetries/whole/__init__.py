@@ -6,6 +6,7 @@ from ..layout import affine, norm
 from ..wiring import Affine, Norm, Site, Wiring, neurons, register_wiring, wiring_of
 from .align import Alignment, Element, align_models
 from .independence import Independence, independence_test
+from .rewriting import Rewriting, rewriting
 from .units import Move
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Independence",
     "Move",
     "Norm",
+    "Rewriting",
     "Site",
     "State",
     "Wiring",
@@ -26,5 +28,6 @@ __all__ = [
     "neurons",
     "norm",
     "register_wiring",
+    "rewriting",
     "wiring_of",
 ]

@@ -34,7 +34,7 @@ KINDS = ("permutations", "rotation", "heads", "scales")
 _TOLERANCE = 1e-4
 
 
-def _on_cpu() -> AbstractContextManager[Any]:
+def on_cpu() -> AbstractContextManager[Any]:
     """Whatever the default device: orders and scores are made on the CPU, weights stay where they are."""
     cpu = torch.device("cpu")  # as a context it would double the time, and is the default as a rule
     return nullcontext() if torch.get_default_device() == cpu else cpu
@@ -66,8 +66,8 @@ class Element:
     @torch.no_grad()
     def of(self, model: nn.Module) -> nn.Module:
         """Return the moved canonical form of a network, a copy of the same function."""
-        with _on_cpu():
-            form = _Form(model)
+        with on_cpu():
+            form = Form(model)
             form.write(self)
         return form.model
 
@@ -168,8 +168,8 @@ def align_models(
     if isinstance(kinds, str) or not set(kinds) <= set(KINDS):
         raise ValueError(f"kinds is a collection of {', '.join(KINDS)}, got {kinds!r}")
     _check(reference, model)
-    with _on_cpu():
-        a, b = _Form(reference), _Form(model)
+    with on_cpu():
+        a, b = Form(reference), Form(model)
         descent, still = _Descent(a, b, kinds, {}), Element(None, {c.name: c.identity() for c in b.cells if c.units})
         found = [descent.costs(still), *descent.search(still)]
         b.write(found[-1].element)
@@ -191,7 +191,7 @@ def _check(reference: nn.Module, model: nn.Module) -> None:
             raise ValueError(f"{name} has dtype {p.dtype} or is not finite; align finite weights in float32 or float64")
 
 
-class _Form:
+class Form:
     """A network's copy in canonical form with balanced heads, its cells, and what lies in its stream."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -256,7 +256,7 @@ class _Found:
 class _Descent:
     """The steps that lower the objective."""
 
-    def __init__(self, a: _Form, b: _Form, kinds: Collection[str], matches: dict[object, Move]) -> None:
+    def __init__(self, a: Form, b: Form, kinds: Collection[str], matches: dict[object, Move]) -> None:
         self.a, self.b, self.kinds, self.matches = a, b, set(kinds), matches
         if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
             raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
