@@ -146,7 +146,7 @@ def move_(
 ) -> dict[str, int]:
     """Move a model's weights by a random element of every symmetry: its function stays the same.
 
-    LoRA adapters of the old weights do not fit the new ones.
+    LoRA adapters of the old weights do not fit the new ones; :func:`quotient_manifolds.adapters.carry` carries them.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def canonicalize_(model: nn.Module, symmetries: Symmetries | None = None) -> Sym
     Pairs come into canonical gauge, :math:`G^H G = H^H H` = diag(σ), and all other symmetries are folded, see
     :func:`canonical_form`. The function stays the same to rounding. The basis of the stream, where it can be rotated,
     and the order of heads and neurons stay as they are; see :func:`~quotient_manifolds.symmetries.whole.align_models`.
-    LoRA adapters of the old weights do not fit the new ones.
+    LoRA adapters of the old weights do not fit the new ones; :func:`quotient_manifolds.adapters.carry` carries them.
 
     Parameters
     ----------

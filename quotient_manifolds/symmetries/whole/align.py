@@ -125,7 +125,8 @@ def align_models(
 ) -> tuple[nn.Module, Alignment]:
     """Move a network by its symmetries to where its weights are nearest to those of another; neither is changed.
 
-    LoRA adapters of the network do not fit the copy that is moved; merge them before.
+    LoRA adapters of the network do not fit the copy that is moved; :func:`quotient_manifolds.adapters.carry` carries
+    them there.
 
     Parameters
     ----------

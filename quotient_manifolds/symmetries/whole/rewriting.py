@@ -142,9 +142,10 @@ def rewriting(base: nn.Module, other: nn.Module, *, tolerance: float = 1e-8) -> 
     weights, target = weights_of(base), weights_of(other)
     size = _norm(target.values())
     with on_cpu():
+        there, back = _Way(base), _Way(other)
         for kinds in (KINDS[2:], KINDS):  # heads and neurons that stayed in their places are found for certain
             _, alignment = align_models(other, base, kinds=kinds)
-            found = Rewriting(_Way(base), alignment.element, _Way(other))
+            found = Rewriting(there, alignment.element, back)
             moved = found.of(weights)
             apart = {name: _norm([moved.of(name) - p]) for name, p in target.items()}
             if _norm([torch.tensor([*apart.values()])]) <= tolerance * size:
