@@ -21,11 +21,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from quotient_manifolds.networks import quiet
 from sharpness.data import DataChoice, load_examples
 from sharpness.errors import naming
 from sharpness.evaluation import progress_bar
 from sharpness.files import atomic_write, check_folder, write_json
-from sharpness.models import LoadedModel, load, quiet
+from sharpness.models import LoadedModel, load
 from sharpness.study.plan import shard_of
 
 from .finetune import TrainingImages, TrainingTexts, finetune, scores_of

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..linalg import in_double, standard_normal
 from ..networks import network_of
+from ..symmetries.actions import State
 from ..symmetries.lora import is_lora
-from ..symmetries.wiring import State
 from ..weights import first_names, naming, weights_of
 from .configs import merged_config, module_of
 from .folders import MAGNITUDE, Adapter, read

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ...linalg import in_double
 from ...weights import weights_of
+from ..actions import Action, State
 from ..discovery import ALL, find
-from ..kinds import Action, Gain, Rotation
-from ..wiring import State
+from ..kinds import Rotation
+from ..norm_kinds import Gain
 from .align import KINDS, Element, Form, align_models, on_cpu
 from .fits import balanced, turned
 from .units import acted, cells_of
