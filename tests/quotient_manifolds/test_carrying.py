@@ -173,6 +173,7 @@ def test_a_canonical_folder_with_its_adapter(tmp_path, options, capsys):
 
 def refused(capsys, *words):
     """The only line of a command that fails."""
+    capsys.readouterr()  # of what was saved before
     assert lora_command.main(list(map(str, words))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
