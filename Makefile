@@ -14,7 +14,7 @@ PAGES := tests/test_docs.py tests/test_newcomers.py tests/test_examples.py tests
 # Tests in several processes, and on a device that is not the CPU: a fifth of the time, with those as on other machines.
 PROCESSES := tests/test_second_device.py tests/sharpness/test_sharded.py tests/sharpness/test_distributed.py \
 	tests/quotient_manifolds/test_optim_sharded.py
-PACKAGES := tests quotient_manifolds sharpness --ignore tests/studies $(PAGES:%=--ignore %)
+PACKAGES := tests quotient_manifolds sharpness --ignore tests/laboratory $(PAGES:%=--ignore %)
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
@@ -28,7 +28,7 @@ test: $(VENV)/.dev  ## run the tests of the packages (five minutes on two cores)
 	$(PYTEST) $(PACKAGES) $(PROCESSES:%=--ignore %) $(ARGS)
 
 studies: $(VENV)/.dev  ## run the tests of the laboratory: reproduction/ and studies/
-	$(PYTEST) reproduction tests/studies $(ARGS)
+	$(PYTEST) reproduction tests/laboratory $(ARGS)
 
 elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds, where what passes here by luck fails, in several processes, and on a second device
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 MOVE_SEEDS=$${MOVE_SEEDS:-1000} \

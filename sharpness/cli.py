@@ -34,7 +34,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn
 
-from . import commands, spectrum_command, sweeps
+from . import commands, spectrum_command, sweeps, symmetry_commands
 from .errors import EXPECTED, painted, words_of
 from .options import DataChoice, RunOptions, Search
 
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     first = {
         commands.run: {**data, "measurement": RunOptions},
         sweeps.sweep: {"without a configuration": sweeps.plan_of, **data},
-        commands.symmetries: data,
+        symmetry_commands.symmetries: data,
         spectrum_command.spectrum: data,
     }
     last = {commands.run: {"search": Search}, sweeps.sweep: {"search": Search}}
@@ -85,9 +85,9 @@ def parser() -> argparse.ArgumentParser:
         (
             spectrum_command.spectrum,
             commands.compare,
-            commands.same,
-            commands.symmetries,
-            commands.canonicalize,
+            symmetry_commands.same,
+            symmetry_commands.symmetries,
+            symmetry_commands.canonicalize,
             commands.env,
         ),
         (sweeps.table, sweeps.plot),
