@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -112,6 +113,13 @@ def first_names(model: nn.Module) -> dict[str, str]:
     # By one walk, for peft's multi-head attention makes its weights anew in each.
     every = [(plain(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
     return {name: one for name, p in every if name != (one := first.setdefault(p, name))}
+
+
+def places_of(model: nn.Module) -> Counter[str]:
+    """Count the modules, and names in them, that hold each weight of :func:`weights_of`; tied weights have several."""
+    names = {p: name for name, p in weights_of(model).items()}
+    held = (p for m in model.modules() for _, p in m.named_parameters(recurse=False, remove_duplicate=False))
+    return Counter(names[p] for p in held if p in names)  # peft's multi-head attention makes some anew in each walk
 
 
 def naming(model: nn.Module) -> Callable[[str, str], str]:

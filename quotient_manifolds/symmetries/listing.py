@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 from torch import Tensor, nn
 
-from ..weights import naming, plain_names
+from ..weights import naming, places_of, plain_names
 from .actions import Action, State
 from .kinds import Centring, Exchange, Length, Rotation, Scale
 from .norm_kinds import Gain, HeadBias, QKGains, Reader, Shift, has_zeros
@@ -134,16 +134,15 @@ def lengths_of(model: nn.Module) -> tuple[list[Action], list[Refusal]]:
     """
     plain, name_of = plain_names(model), naming(model)
     places = defaultdict[Slot, list[str]](list)
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in model.named_modules():
         for own, steps in getattr(module, "parametrizations", {}).items():
             if type(steps[0]).__name__ == "_WeightNorm" and len(steps) == 1 and not steps.original1.is_complex():
                 inside = f"parametrizations.{own}.original1"
                 rows = replace(_normalised(module, inside, steps[0].dim), name=name_of(path, inside))
                 places[rows].append(plain(f"{path}.{own}".removeprefix(".")))
-    uses = Counter(name_of("", name) for name, _ in model.named_parameters(remove_duplicate=False))
-    found, refusals = list[Action](), list[Refusal]()
+    found, refusals, held = list[Action](), list[Refusal](), places_of(model)
     for rows, (place, *others) in places.items():
-        if uses[rows.name] == 1 + len(others):
+        if held[rows.name] == 1 + len(others):
             found.append(Length("length", place, rows))
         else:
             refusals.append(Refusal(place, "length", Cause.SHARED, G=(rows,)))
