@@ -1,10 +1,12 @@
-"""Merge LoRA adapters, resize, balance, carry or compare them, as files.
+"""Merge LoRA adapters, resize, balance, carry, convert, extract or compare them, as files.
 
 in a shell:
   quotient-lora merge one two --weights 0.7 0.3 --rank 16 --out merged
   quotient-lora resize big --energy 0.99 --out small   # the nearest products of smaller rank
   quotient-lora balance one --out even                 # the same products, with factors of equal size
   quotient-lora carry one --from base --to canonical --out new  # for a base that symmetries have rewritten
+  quotient-lora convert one --to kohya --model unet --out named
+  quotient-lora extract base tuned --rank 16 --out adapter
   quotient-lora compare one merged                     # layer by layer: ranks, norms, distance
 """
 
@@ -30,6 +32,8 @@ _COMMANDS = {
     "resize": ("adapter", "Write an adapter of another rank, with the nearest products."),
     "balance": ("adapter", "Write an adapter with the same products, and factors of equal size."),
     "carry": ("adapter", "Write the adapter that does the same to a base that symmetries have rewritten."),
+    "convert": ("adapter", "Write an adapter in the names of another tool, with the same factors."),
+    "extract": ("base tuned", "Write the adapter that turns one model into another, as nearly as its rank allows."),
     "compare": ("one other", "Print the ranks, norms and distance of two adapters, layer by layer."),
 }
 
@@ -93,19 +97,33 @@ def _parser() -> argparse.ArgumentParser:
         own = commands.add_parser(name, help=purpose, description=purpose, usage=f"%(prog)s {needed} [OPTIONS]")
         for adapter in adapters.split():
             own.add_argument(adapter, nargs="+" if name == "merge" else None, help="Folder, file, or name on the Hub.")
-        if name == "compare":
+        if name in ("compare", "extract"):
             own.add_argument("--json", action="store_true", help="Print all, with the singular values, as JSON.")
+        if name == "compare":
             continue
         own.add_argument("--out", required=True, help="Folder to create.")
         if name == "carry":
             of = "Folder of transformers, or name on the Hub: "
             own.add_argument("--from", required=True, dest="base", metavar="BASE", help=f"{of}the adapter's model.")
             own.add_argument("--to", required=True, dest="other", metavar="OTHER", help=f"{of}the rewritten model.")
-        elif name != "balance":
+            continue
+        if name == "convert":
+            tools = ("peft", "diffusers", "kohya", "diffsynth")
+            own.add_argument("--to", choices=tools, required=True, help="The tool.")
+            own.add_argument("--base", help="The model, whose names tell which underscores of kohya's are dots.")
+            own.add_argument("--model", help="Model of a pipeline: unet, transformer, text_encoder, text_encoder_2.")
+            own.add_argument("--one-rank", action="store_true", help="Fill all layers with zeros to the largest rank.")
+            continue
+        if name != "balance":
             rank = "Largest rank of a layer." if name == "merge" else "Rank of every layer; with --energy the largest."
             own.add_argument("--rank", type=int, help=rank)
             share, energy = 1.0 if name == "merge" else None, "Share of the squared singular values to keep."
             own.add_argument("--energy", type=float, default=share, help=energy)
+        if name == "extract":
+            of = "Ends of the paths of layers to adapt. (default: all but embeddings and heads)"
+            own.add_argument("--target-modules", nargs="+", default=(), metavar="NAME", help=of)
+            of = "Layers to write whole, such as a new classifier."
+            own.add_argument("--modules-to-save", nargs="+", default=(), metavar="NAME", help=of)
         if name == "merge":
             # As in later versions of Python, which read -1e-3 too.
             own._negative_number_matcher = re.compile(r"-\.?\d")  # noqa: SLF001
@@ -123,4 +141,9 @@ def _table(found: dict[str, Any]) -> str:
     for name, at in found["layers"].items():
         (a, b), (x, y) = at["rank"], at["norm"]
         lines.append(f"{name:<{width}}  {a:>3} / {b:<3}  {x:>7.4g} / {y:<6.4g}  {100 * at['distance']:.3g} %")
-    return "\n".join(lines + [f"differs: {name}, {a} and {b}" for name, (a, b) in found["differs"].items()])
+    lines += [f"differs: {name}, {a} and {b}" for name, (a, b) in found.get("differs", {}).items()]
+    if left := found.get("left"):
+        most = max(left, key=left.__getitem__)
+        where = f"{len(left)} weight{'s' * (len(left) > 1)}"
+        lines.append(f"left out: differences in {where}, up to {100 * left[most]:.3g} % ({most})")
+    return "\n".join(lines)

@@ -43,14 +43,19 @@ def balanced(G: Tensor, H: Tensor, rank: int, energy: float = 1.0, whole: bool =
 
     ``energy`` is the share of the sum of squared singular values that is enough.
     """
-    U, sigma, V = product_svd(G, H, full=True)
+    return truncated(product_svd(G, H, full=True), rank, energy, whole)
+
+
+def truncated(svd: tuple[Tensor, Tensor, Tensor], rank: int, energy: float = 1.0, whole: bool = False) -> Factors:
+    """Return the same of a product that is given as U, σ and V."""
+    U, sigma, V = svd
     before = sigma.square().cumsum(-1) - sigma.square()
     kept = present(sigma) & ((before < energy * sigma.square().sum(-1, keepdim=True)) | (energy == 1))
     count = rank if whole else min(rank, max(1, int(kept.sum(-1).max())))
     root = pad(torch.where(kept, sigma, 0).sqrt(), (0, count))[..., :count].unsqueeze(-2)
     # Where the product is 0, G is 0 and H is not, as in a new adapter: two zeros would remain zero in training.
     V = _directions(V, count)
-    return pad(U, (0, count))[..., :count] * root, V * torch.where(root > 0, root, H.shape[-2] ** -0.5)
+    return pad(U, (0, count))[..., :count] * root, V * torch.where(root > 0, root, V.shape[-2] ** -0.5)
 
 
 def _directions(V: Tensor, count: int) -> Tensor:

@@ -1,0 +1,228 @@
+"""One adapter in the names of another tool: keys and scales change, products do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..linalg import in_double
+from .checkpoints import read_checkpoint
+from .configs import merged_config, module_of, parameters
+from .folders import CONFIG, HEADER, MAGNITUDE, WEIGHTS, Adapter, read
+from .storage import new_folder, write_tensors
+
+#: Endings of A, B, the magnitude and the bias of B; where there is none the format has no name for it.
+_ENDINGS = {
+    "peft": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "lora_B.bias"),
+    "diffusers": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "lora_B.bias"),
+    "diffsynth": ("lora_A.default.weight", "lora_B.default.weight", "", ""),
+    "kohya": ("lora_down.weight", "lora_up.weight", "dora_scale", ""),
+}
+#: The models of a pipeline as diffusers calls them, and as kohya's scripts do.
+_MODELS = {"unet": "unet", "transformer": "unet", "text_encoder": "te1", "text_encoder_2": "te2"}
+_DIFFUSERS = {"unet": "unet", "te": "text_encoder", "te1": "text_encoder", "te2": "text_encoder_2"}
+_KOHYA = re.compile(r"lora_([a-z]+\d?)_(.+)")
+#: The name of diffusers for a file of an adapter.
+_SINGLE = "pytorch_lora_weights.safetensors"
+
+
+@dataclass
+class _Layer:
+    """A layer of an adapter: of which model of a pipeline, its path there, and where it is in the file."""
+
+    model: str
+    path: str
+    key: str
+    rank: int
+    scale: float
+
+    def __str__(self) -> str:
+        return f"{self.model}.{self.path}" if self.model else self.path
+
+    @property
+    def alpha(self) -> float:
+        alpha = round(self.scale * self.rank, 12)
+        return int(alpha) if alpha.is_integer() else alpha
+
+
+def convert(
+    adapter: str | os.PathLike[str] | Adapter,
+    out: str | os.PathLike[str],
+    *,
+    to: str,
+    base: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    one_rank: bool = False,
+) -> None:
+    r"""Write an adapter in the names of another tool, with the same factors, :math:`s\,BA = s'B'A'` in every layer.
+
+    Parameters
+    ----------
+    adapter, out : path or Adapter, path
+        As for :func:`merge`. The result is a folder of PEFT, or a folder with one file.
+    to : {"peft", "diffusers", "kohya", "diffsynth"}
+        The names. The scale is stated in PEFT's config, in diffusers' metadata, or in kohya's keys ``alpha``; DiffSynth
+        takes 1, so that B is multiplied by it.
+    base : path, optional
+        The model, as for :func:`extract`: its layers tell which underscores in the names of kohya stand for dots.
+    model : str, optional
+        The model of a pipeline as diffusers calls it, such as ``"transformer"``, where the file does not say it or
+        another name is wanted. Files of kohya need one.
+    one_rank : bool
+        Give all layers the largest rank, for tools that read one only: the factors get rows and columns of zeros.
+
+    Raises
+    ------
+    ValueError, OSError
+        The format has no name for a part, or no name follows; or as for :func:`merge`.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from safetensors.torch import load_file
+    >>> from quotient_manifolds.adapters import Adapter, convert
+    >>> names = {"l.to_q.lora_A.weight": torch.ones(1, 3), "l.to_q.lora_B.weight": torch.ones(2, 1)}
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> convert(Adapter.from_state(names), f"{folder.name}/new", to="kohya", model="unet")
+    >>> [*load_file(f"{folder.name}/new/pytorch_lora_weights.safetensors")]
+    ['lora_unet_l_to_q.alpha', 'lora_unet_l_to_q.lora_down.weight', 'lora_unet_l_to_q.lora_up.weight']
+    >>> folder.cleanup()
+    """
+    if to not in _ENDINGS:
+        raise ValueError(f"to must be one of {', '.join(_ENDINGS)}, got {to!r}")
+    source = adapter if isinstance(adapter, Adapter) else read(adapter)
+    layers = _layers(source, base, model)
+    _check(source, layers, to)
+    named = [_name(layer, layers, to) for layer in layers]
+    if twice := [name for name, count in Counter(named).items() if count > 1]:
+        raise ValueError(f"{source.place}: several layers would be called {twice[0]}")
+    most = max(layer.rank for layer in layers) if one_rank else 0
+    configs = {} if to in ("kohya", "diffsynth") else _configs(source, layers, most, os.fspath(base or ""))
+    metadata = {k: v for k, v in source.metadata.items() if k not in (HEADER, "format")}
+    if to == "diffusers":
+        said = {f"{m}.{k}" if m else k: v for m, config in configs.items() for k, v in config.items()}
+        metadata[HEADER] = json.dumps(said, indent=2, sort_keys=True)
+    with new_folder(out) as folder:
+        pairs = zip(layers, named, strict=True)
+        tensors = (part for layer, name in pairs for part in _tensors(source, layer, name, to, most))
+        write_tensors(folder / (WEIGHTS if to == "peft" else _SINGLE), tensors, lambda: metadata)
+        if to == "peft":
+            text = json.dumps({**configs[layers[0].model], "peft_type": "LORA"}, indent=2, sort_keys=True)
+            (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _layers(source: Adapter, base: str | os.PathLike[str] | None, model: str | None) -> list[_Layer]:
+    """List the layers with the names that they have in their models."""
+    dotted = dict[str, list[str]]()
+    for path in {name.rpartition(".")[0] for name in (read_checkpoint(base).shapes if base else ())}:
+        dotted.setdefault(path.replace(".", "_"), []).append(path)
+    layers = [_Layer(*_place(key, source, dotted, base), key, *source.rank_and_scale(key)) for key in source.layers]
+    if model and len({layer.model for layer in layers}) > 1:
+        raise ValueError(f"{source.place} has layers of several models, which are not all called {model!r}")
+    for layer in layers:
+        layer.model = model or layer.model
+    return layers
+
+
+def _place(key: str, source: Adapter, dotted: dict[str, list[str]], base: Any) -> tuple[str, str]:
+    """Return the model of a pipeline, if the key says it, and the path of the layer in it."""
+    if not (source.single and (found := _KOHYA.fullmatch(key)) and "." not in key):
+        first, _, rest = module_of(key).partition(".")
+        return (first, rest) if source.single and first in _MODELS else ("", module_of(key))
+    paths = dotted.get(found[2], []) if base else [found[2]] * ("_" not in found[2])
+    if len(paths) != 1:
+        why = f"{base} has {len(paths)} layers that may be called so" if base else "give the base model, whose names do"
+        raise ValueError(f"nothing tells which underscores of {key} stand for dots: {why}")
+    return _DIFFUSERS.get(found[1], found[1]), paths[0]
+
+
+def _name(layer: _Layer, layers: list[_Layer], to: str) -> str:
+    if to == "peft":
+        return f"base_model.model.{layer.path}"
+    if to != "kohya":
+        return str(layer)
+    several = any(other.model == "text_encoder_2" for other in layers)
+    model = _MODELS.get(layer.model, layer.model)
+    return f"lora_{model if several or model != 'te1' else 'te'}_{layer.path}".replace(".", "_")
+
+
+def _check(source: Adapter, layers: list[_Layer], to: str) -> None:
+    """Raise for what the format cannot express."""
+    names = {layer.key: layer for layer in layers}
+    of = {layer.model for layer in layers}
+    if to == "kohya" and "" in of:
+        raise ValueError(f"{source.place} does not say of which model it is, as kohya's names do: give model, as unet")
+    if len(of) > 1 and (to == "peft" or "" in of):
+        raise ValueError(f"{source.place} has layers of {len(of)} models, {sorted(of)}, which {to} cannot tell")
+    magnitudes = [key for key in source.others if MAGNITUDE.fullmatch(key)]
+    if magnitudes and len(magnitudes) < len(layers) and to in ("peft", "diffusers"):
+        raise ValueError(f"{source.place} has magnitudes of DoRA in some layers, where {to} has them in all or in none")
+    beside = {*magnitudes} if _ENDINGS[to][2] else set[str]()
+    beside |= {f"{key}.lora_B.bias" for key in names} if _ENDINGS[to][3] else set()
+    config = source.options(layers[0].key)[1]
+    odd = [key for key in source.others if key not in beside]
+    odd += [key for key in names if source.layers[key]["A"].find("embedding_A") > 0 or parameters(key, config)]
+    odd += [key for key in names if ".processor." in key or source.groups(key) > 1]
+    odd += [key for key in magnitudes if source.tensor(source.layers[_layer_of(key)]["A"]).dim() > 2]
+    if config.get("fan_in_fan_out") and to != "peft":
+        odd += [*names]  # whose products other readers would add to the transposed weight
+    if odd:
+        raise ValueError(f"{source.place} holds {odd[0]}, which {to} has no name for")
+
+
+def _layer_of(magnitude: str) -> str:
+    found = MAGNITUDE.fullmatch(magnitude)
+    return found[1] if found else ""
+
+
+def _configs(source: Adapter, layers: list[_Layer], most: int, base: str) -> dict[str, dict[str, Any]]:
+    """Return PEFT's config for each model: that of the source, or one that states its ranks and scales."""
+    found = dict[str, dict[str, Any]]()
+    for model in dict.fromkeys(layer.model for layer in layers):
+        own = [layer for layer in layers if layer.model == model]
+        config = source.options(own[0].key)[1]
+        if not config or most:
+            ranks = {layer.path: most or layer.rank for layer in own}
+            alphas = {layer.path: _Layer("", "", "", ranks[layer.path], layer.scale).alpha for layer in own}
+            usual = Counter(alphas.values()).most_common(1)[0][0]
+            new: dict[str, Any] = {
+                "alpha_pattern": {f"^{re.escape(path)}": a for path, a in alphas.items() if a != usual}
+            }
+            new["use_dora"] = any(MAGNITUDE.fullmatch(key) for key in source.others)
+            new["lora_bias"] = any(key.endswith("lora_B.bias") for key in source.others)
+            config = {"base_model_name_or_path": base, **merged_config([config], ranks), "lora_alpha": usual, **new}
+            config = {k: v for k, v in config.items() if v}
+        found[model] = config
+    return found
+
+
+def _tensors(source: Adapter, layer: _Layer, name: str, to: str, most: int) -> Iterator[tuple[str, Tensor]]:
+    A, B = (source.tensor(source.layers[layer.key][f]) for f in "AB")
+    rank = max(most, layer.rank)
+    A = pad(A, [0, 0] * (A.dim() - 1) + [0, rank - layer.rank])
+    B = pad(B, [0, 0] * (B.dim() - 2) + [0, rank - layer.rank])
+    a, b, magnitude, bias = _ENDINGS[to]
+    if to == "diffsynth" and layer.scale != 1:
+        B = (layer.scale * in_double(B)).to(torch.promote_types(B.dtype, torch.float32))
+    yield f"{name}.{a}", A
+    yield f"{name}.{b}", B
+    if to == "kohya":
+        yield f"{name}.alpha", torch.tensor(float(layer.scale * rank))
+    for key in source.others:
+        if key == f"{layer.key}.lora_B.bias":
+            yield f"{name}.{bias}", source.tensor(key)
+        elif _layer_of(key) == layer.key:
+            m = source.tensor(key)
+            if m.shape[0] != len(B) or m.numel() != len(B):
+                raise ValueError(f"{key} has the shape {tuple(m.shape)}, not one norm for each of {len(B)} outputs")
+            yield f"{name}.{magnitude}", m.reshape(-1, 1) if to == "kohya" else m.flatten()
