@@ -17,7 +17,7 @@ class Measure:
     name : str
         Shown in results; a name in :data:`MEASURES` can be passed instead of the measure.
     pair_metric : {"inv", "mix", None}
-        Metric of the symmetric pairs; None treats their weights like all others.
+        Metric of the symmetric pairs, unless a ``pair_patch`` has its own; None treats their weights like all others.
     elementwise : {"adaptive", "euclidean", "vector"}
         Metric of every other weight w: :math:`\|ξ \oslash |w|\|^2` or :math:`\|ξ\|^2`; or, of every vector v in the
         residual stream (a neuron's row with its bias, a column of a layer that writes, a row of an embedding),

@@ -209,10 +209,11 @@ class PairPatch:
         self._fused = self.quadratic and measure.geodesic == "second-order" and type(self.tangent) is GLTangentSpace
 
     def horizontal_space(self, gauge: Gauge, x: Tensor | None) -> Any:
-        """Return the horizontal space at a representative x, by default the canonical one, with its coordinates.
+        """Return the horizontal space at a representative x, by default that of the gauge, where GᴴG = HᴴH = diag(σ).
 
         It has the attributes and methods of :class:`quotient_manifolds.GLTangentSpace` that are used here: ``x``,
-        ``retr``, ``coordinates``, ``from_coordinates``, ``dual_coordinates``, ``project_coordinates`` and ``random``.
+        ``coordinates``, ``from_coordinates``, ``dual_coordinates``, ``project_coordinates`` and ``random``, and, unless
+        geodesics are of first order, ``retr``, or ``geodesic`` and ``exit_time`` for exact ones.
         """
         metric = METRICS[str(self.stack.metric or self.measure.pair_metric)]
         return GLTangentSpace(metric, gauge, x, tolerance=self._tolerance)
