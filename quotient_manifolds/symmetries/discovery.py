@@ -107,7 +107,7 @@ def claimed(model: nn.Module, run: Run | None, kinds: Collection[str] = PAIRS) -
         claims = [] if handler is None else list(handler(module))
         claims += lora_pairs(module) if is_lora(module) and "lora" in kinds else []
         found += placed([*claims, *examined.get(path, ())], path)
-    found = settled(found, model)
+    found = settled(found, model, decided=run is not None)
     if prefix_tuned(model):
         found = [p if p.kind == "lora" else refused(p, Cause.BROKEN, _PREFIXED) for p in found]
     claims = _with_points(model, found) if "points" in kinds else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..weights import is_sharded, naming, plain_names, weights_of
+from ..weights import is_sharded, naming, places_of, plain_names, weights_of
 from .pairs import Cause, Claim, SymmetricPair, merged, refused
 from .slots import Slot, renamed
 
@@ -29,16 +30,22 @@ def placing(model: nn.Module) -> Callable[[Iterable[Claim], str], list[Claim]]:
     return placed
 
 
-def settled(claims: Iterable[Claim], model: nn.Module) -> list[Claim]:
-    """Merge pairs that share a slot; refuse those of weights that are computed, or that share memory with others.
+def settled(claims: Iterable[Claim], model: nn.Module, *, decided: bool = False) -> list[Claim]:
+    """Merge pairs that share a slot; refuse those of weights that are computed, or that are held elsewhere too.
+
+    Whether that matters is ``decided`` where the model is run: what holds a weight may not be used.
 
     LoRA's factors may be rows of attention pairs as well; these claims stand side by side.
     """
-    weights = weights_of(model)
+    weights, held, claims = weights_of(model), places_of(model), list(claims)
+    places = {(p.kind == "lora", p.module, name) for p in claims for name in p.names}
+    claimed = Counter((lora, name) for lora, _, name in places)
     found = list[Claim]()
     for p in merged(claims):
         computed = [name for name in p.names if name not in weights]
-        found.append(refused(p, Cause.COMPUTED, computed[0]) if computed else p)
+        shared = not decided and any(held[name] > claimed[p.kind == "lora", name] for name in p.names)
+        cause = Cause.COMPUTED if computed else Cause.SHARED if shared else None
+        found.append(p if cause is None else refused(p, cause, "".join(computed[:1])))
     sides = [{i: p for i, p in enumerate(found) if (p.kind == "lora") == lora} for lora in (False, True)]
     for side in sides:
         for i, p in zip(side, _without_sharing(list(side.values()), weights), strict=True):

@@ -348,9 +348,11 @@ def test_what_cannot_become_a_point_is_refused_and_nothing_changes():
     assert list(lora.state_dict()) == list(before)
     model, _ = made("torch")
     twice = nn.Sequential(model, nn.Linear(8, 8))
+    found = find(twice)
     twice[1].weight = model.self_attn.out_proj.weight
+    assert {r.kind for r in find(twice).refused} == {"vo"}
     with pytest.raises(ValueError, match="is a parameter of 2 modules"):
-        manifold_parameters_(twice)
+        manifold_parameters_(twice, symmetries=found)
     with pytest.raises(ValueError, match="no point of the quotient"):
         manifold_parameters_(made("torch")[0].bfloat16())
     lora, x = adapted(nn.Sequential(nn.Linear(6, 4)), ["0"]), torch.randn(5, 6)

@@ -1,13 +1,16 @@
+import copy
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quotient_manifolds.symmetries import canonicalize_, find
+from quotient_manifolds.symmetries import ALL, Cause, canonicalize_, find, moved_weights
 from quotient_manifolds.symmetries.layout import table
 from quotient_manifolds.symmetries.listing import actions_of
+from quotient_manifolds.symmetries.slots import renamed
 from quotient_manifolds.symmetries.whole import (
     Site,
     State,
@@ -17,7 +20,7 @@ from quotient_manifolds.symmetries.whole import (
     register_wiring,
     wiring_of,
 )  # fmt: skip
-from quotient_manifolds.weights import weights_of
+from quotient_manifolds.weights import naming, weights_of
 from tests import networks
 from tests.whole_networks import build, folded, forward, inputs
 
@@ -217,3 +220,45 @@ def test_logits_of_a_softmax():
     assert found["classes"] == 2  # of weights, and of biases, which may be all that moves
     assert without["classes"] == 0
     assert actions_of(None, [], {}, classes=True) == ([], [])
+
+
+#: What is tied to what, in the two layers of OPT, and the kinds of pairs that both belong to.
+TIES = {
+    "fc1.weight = self_attn.out_proj.weight": {"relu", "vo"},
+    "fc1.weight = self_attn.v_proj.weight": {"relu", "vo"},
+    "fc2.weight = self_attn.q_proj.weight": {"relu", "qk"},
+    "fc1.bias = final_layer_norm.weight": {"relu"},
+    "self_attn.k_proj.bias = self_attn_layer_norm.weight": {"qk"},
+}
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_a_pair_of_which_a_weight_is_used_elsewhere_too_is_refused(tie):
+    """By another kind of pair, or by no pair at all: its moves change the outputs."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    options = {"hidden_size": 8, "ffn_dim": 8, "word_embed_proj_dim": 8, "vocab_size": 11}
+    config = OPTConfig(num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=8, **options)
+    model = OPTForCausalLM(config).double().eval()
+    for p in model.parameters():
+        p.data.add_(0.2 * torch.randn_like(p))
+    pairs = find(model, kinds=ALL).pairs
+    first, second = model.model.decoder.layers
+    (own, name), (other, source) = (side.rsplit(".", 1) for side in tie.split(" = "))
+    setattr(first.get_submodule(own), name, getattr(second.get_submodule(other), source))
+    found, batch = find(model, kinds=ALL), torch.arange(6)[None]
+    before = model(batch).logits.detach()
+
+    def change(symmetries):
+        twin = copy.deepcopy(model)
+        twin.load_state_dict(moved_weights(model.state_dict(), symmetries))
+        return float((twin(batch).logits - before).detach().abs().max())
+
+    assert {r.kind for r in found.refused if r.cause is Cause.SHARED} >= TIES[tie]
+    left = {p.name for p in found.pairs}
+    assert {p.kind for p in pairs if p.name not in left} == TIES[tie]
+    assert change(found) < 1e-9
+    names = naming(model)
+    wrong = tuple(renamed(p, lambda name: names("", name)) for p in pairs if p.name not in left)
+    assert change(replace(found, pairs=wrong, actions=())) > 1e-3
