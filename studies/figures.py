@@ -19,7 +19,7 @@ from reproduction.plots import plain_ticks, plot_orbit
 from sharpness.demo import MOVES
 from sharpness.plots import COLOURS, MARKERS, figure
 
-from . import adapters, barriers, convergence, geodesic_ablation, lora_text_report, pretraining, sam
+from . import adapters, barriers, convergence, geodesic_ablation, lora_text_report, pretraining, sam, training_curve
 
 IMAGES = RESULTS.parent / "docs" / "images"
 #: What a measurement does, from left to right.
@@ -118,6 +118,7 @@ def main(folder: Path = IMAGES) -> None:
     invariance(rows("demo.json"), folder / "invariance.png")
     reference(rows("reference_values.json"), folder / "reference.png")
     training(rows("pretraining.jsonl"), folder / "pretraining.png")
+    training_curve.draw(rows("training_curve.json"), folder / "training_curve.png")
     pipeline(folder / "pipeline.png")
     plot_orbit(folder / "orbit.png")
 
