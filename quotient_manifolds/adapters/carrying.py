@@ -28,6 +28,8 @@ from .storage import check_free
 _NOT_CARRIED = ("use_dora", "alora_invocation_tokens", "target_parameters", "layer_replication")
 #: Rows of trained tokens.
 _TOKENS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta")
+#: In which a file may hold a weight that was not trained.
+_FILES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: What is rounding, relative to weights in float64.
 _ROUNDING = 1e-11
 
@@ -102,6 +104,8 @@ def carry(
     changed = _changed(parent, layers, saved, weights)
     # A thousand times the precision of the files: what rounding a rewritten model leaves.
     way = rewriting(network, target, tolerance=max(1e-8, min(1e3 * max(coarse, coarser), 0.03)))
+    if way.turns:
+        _check_norms(parent, network, changed)
     before, after = way.of(weights), way.of({**weights, **changed})
     _check_others(before, after, changed.keys() | {layer.bias for layer in layers.values()})
     _check_tokens(saved, before)
@@ -220,6 +224,17 @@ def _changed(
             b = found.get(layer.bias, in_double(weights[layer.bias].detach()))
             found[layer.bias] = b + parent.rank_and_scale(key)[1] * in_double(parent.tensor(bias))
     return found
+
+
+def _check_norms(parent: Adapter, network: nn.Module, changed: Mapping[str, Tensor]) -> None:
+    """Raise if a norm's gain or shift was trained: a rotation of the stream is a symmetry for the model's own alone."""
+    weights, name_of = weights_of(network), naming(network)
+    for path, module in network.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for name in (name_of(path, n) for n in own if all(p.dim() < 2 for p in own.values())):
+            kept = [in_double(weights[name].detach().to(dtype)) for dtype in _FILES]
+            if name in changed and not any(torch.equal(changed[name], value) for value in kept):
+                raise ValueError(f"{parent.place} has trained {name}, which the rewriting follows; merge it before")
 
 
 def _check_others(before: State, after: State, changed: Collection[str]) -> None:

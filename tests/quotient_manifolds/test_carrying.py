@@ -119,6 +119,18 @@ def test_moves_of_one_kind(kind):
     assert difference(forward(using(found, other, modules), batch), forward(one, batch)) < 1e-10
 
 
+def test_a_trained_norm_does_not_follow_a_rotation():
+    model, modules = build("vit"), targets(build("vit"), embeddings=False)
+    one, other = adapted(model, modules), moved(copy.deepcopy(model), kinds={"rotation"})
+    name = next(n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm))
+    key, own = f"base_model.model.{name}.bias", model.get_submodule(name).bias.detach()
+    state, config = peft.get_peft_model_state_dict(one), one.peft_config["default"].to_dict()
+    for value in (own, own.bfloat16()):  # as in the model, or rounded in the file
+        carry(Adapter.from_state({**state, key: value}, config), model, other)
+    with pytest.raises(ValueError, match=rf"has trained {name}.bias, which the rewriting follows"):
+        carry(Adapter.from_state({**state, key: own + 0.1}, config), model, other)
+
+
 def saved_bert(folder, dtype=torch.float32, **options):
     """A classifier and an adapter of it in folders."""
     model = networks.shake(networks.bert()).to(dtype)

@@ -77,20 +77,35 @@ class Rewriting:
     """Group elements that lead from one network to another, with the same function.
 
     They depend on the networks alone. So they also move weights with an adapter on them to such of the same function,
-    and what an adapter adds to a matrix moves by a linear map: its rank stays. See :func:`rewriting`.
+    and what an adapter adds to a matrix moves by a linear map: its rank stays. Where the stream turns,
+    other gains and shifts of norms than those of the first network do not follow. See :func:`rewriting`.
+
+    Attributes
+    ----------
+    there, back
+        The ways of both networks to their canonical forms.
+    element : Element
+        The group element between these.
 
     Examples
     --------
-    See :func:`rewriting`.
-
-    >>> from quotient_manifolds.symmetries.whole import Rewriting
-    >>> [f.name for f in fields(Rewriting)]
-    ['there', 'element', 'back']
+    >>> import torch
+    >>> from quotient_manifolds.symmetries.whole import rewriting
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> base = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).double().eval()
+    >>> rewriting(base, base).turns
+    False
     """
 
     there: _Way
     element: Element
     back: _Way
+
+    @property
+    def turns(self) -> bool:
+        """Whether the residual stream is rotated, or permuted."""
+        Q = self.element.stream
+        return Q is not None and bool((Q - torch.eye(len(Q), dtype=Q.dtype)).abs().max() > 1e-6)
 
     @torch.no_grad()
     def of(self, weights: Mapping[str, Tensor]) -> State:
@@ -134,7 +149,7 @@ def rewriting(base: nn.Module, other: nn.Module, *, tolerance: float = 1e-8) -> 
     >>> _ = move_(other, find(other, kinds=ALL))
     >>> way = rewriting(base, other)
     >>> with torch.no_grad():
-    ...     for p in base.parameters():  # a fine-tune
+    ...     for p in (p for p in base.parameters() if p.dim() == 2):  # a fine-tune of all matrices
     ...         p += 0.1 * torch.randn_like(p)
     >>> _ = other.load_state_dict({**other.state_dict(), **way.of(dict(base.named_parameters()))})
     >>> torch.allclose(base(x), other(x))
