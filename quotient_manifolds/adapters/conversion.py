@@ -141,7 +141,11 @@ def _place(key: str, source: Adapter, dotted: dict[str, list[str]], base: Any) -
         return (first, rest) if source.single and first in _MODELS else ("", module_of(key))
     paths = dotted.get(found[2], []) if base else [found[2]] * ("_" not in found[2])
     if len(paths) != 1:
-        why = f"{base} has {len(paths)} layers that may be called so" if base else "give the base model, whose names do"
+        why = (
+            f"{base} has {len(paths)} layers that may be called so"
+            if base
+            else "give the model as --base, whose names do"
+        )
         raise ValueError(f"nothing tells which underscores of {key} stand for dots: {why}")
     return _DIFFUSERS.get(found[1], found[1]), paths[0]
 
@@ -161,7 +165,9 @@ def _check(source: Adapter, layers: list[_Layer], to: str) -> None:
     names = {layer.key: layer for layer in layers}
     of = {layer.model for layer in layers}
     if to == "kohya" and "" in of:
-        raise ValueError(f"{source.place} does not say of which model it is, as kohya's names do: give model, as unet")
+        raise ValueError(
+            f"{source.place} does not say of which model it is, as kohya's names do: give --model, as unet"
+        )
     if len(of) > 1 and (to == "peft" or "" in of):
         raise ValueError(f"{source.place} has layers of {len(of)} models, {sorted(of)}, which {to} cannot tell")
     magnitudes = [key for key in source.others if MAGNITUDE.fullmatch(key)]

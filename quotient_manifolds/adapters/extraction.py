@@ -92,7 +92,7 @@ def extract(
     >>> temporary.cleanup()
     """
     if rank is None and energy is None:
-        raise ValueError("say to which rank, or which share of energy to keep")
+        raise ValueError("say to which rank, or which share of energy to keep (--rank, --energy)")
     how = Method("sum", [1], rank=rank, energy=energy)
     models = read_checkpoint(base), read_checkpoint(tuned)
     saved = _saved(models[1], modules_to_save)

@@ -182,7 +182,7 @@ def resize(
     [4, 2]
     """
     if rank is None and energy is None:
-        raise ValueError("say to which rank, or which share of energy to keep")
+        raise ValueError("say to which rank, or which share of energy to keep (--rank, --energy)")
     return merge([adapter], out, rank=rank, energy=energy)
 
 
@@ -294,7 +294,10 @@ def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iter
 def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
     """Return the mean of what is no product, over the adapters that have it."""
     if not own:
-        raise ValueError(f"{key} is no product but a weight of its own, which only adapters of weight above 0 give")
+        raise ValueError(
+            f"{key} is saved as a whole, as a task's head or trained tokens are, of which only adapters with a weight "
+            "above 0 give a mean: save the adapter without it, or give one that has it such a weight"
+        )
     shapes = {str(p.place): tuple(p.tensor(key).shape) for p, _ in own}
     if len(set(shapes.values())) != 1:
         raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")

@@ -55,8 +55,8 @@ def test_what_is_scaled_or_dropped_is_seen(monkeypatch):
         ("DoRA", (-1.0,), "DoRA divides by the norm of the adapted weight, so that only a mean is defined"),
         ("DoRA", (0.5,), "DoRA divides by the norm"),
         ("DoRA", (1.0, -1.0), "DoRA divides by the norm"),
-        ("modules_to_save", (-1.0,), "head.bias is no product but a weight of its own, which only adapters of weight"),
-        ("trained tokens, tied head", (-1.0,), "tokens_delta is no product but a weight of its own"),
+        ("modules_to_save", (-1.0,), "head.bias is saved as a whole, as a task's head or trained tokens are"),
+        ("trained tokens, tied head", (-1.0,), "tokens_delta is saved as a whole"),
     ],
 )
 def test_weights_that_have_no_meaning_are_refused(name, weights, said, tool):
