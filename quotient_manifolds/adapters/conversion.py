@@ -166,7 +166,7 @@ def _check(source: Adapter, layers: list[_Layer], to: str) -> None:
     of = {layer.model for layer in layers}
     if to == "kohya" and "" in of:
         raise ValueError(
-            f"{source.place} does not say of which model it is, as kohya's names do: give --model, as unet"
+            f"{source.place} does not say of which model it is, as kohya's names do: give --model unet or so"
         )
     if len(of) > 1 and (to == "peft" or "" in of):
         raise ValueError(f"{source.place} has layers of {len(of)} models, {sorted(of)}, which {to} cannot tell")

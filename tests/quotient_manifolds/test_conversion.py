@@ -172,7 +172,7 @@ Q = keys("to_q", "lora_A", "lora_B")
 TWO = keys("unet.q", "lora_A", "lora_B") + keys("text_encoder.q", "lora_A", "lora_B")
 UNET, BASE = {"to": "kohya", "model": "unet"}, {"to": "peft", "base": "base"}
 REFUSED = {
-    "which underscores of lora_unet_to_q stand for dots: give the model as --base": (keys("lora_unet_to_q"), {"to": "peft"}),
+    "underscores of lora_unet_to_q stand for dots: give the model, --base": (keys("lora_unet_to_q"), {"to": "peft"}),
     "which underscores of lora_unet_up_x stand for dots: .* has 0 layers": (keys("lora_unet_up_x"), BASE),
     "which underscores of lora_unet_a_b_c stand for dots: .* has 2 layers": (keys("lora_unet_a_b_c"), BASE),
     "does not say of which model it is, as kohya's names do: give model": (Q, {"to": "kohya"}),
