@@ -201,9 +201,8 @@ def _configs(source: Adapter, layers: list[_Layer], most: int, base: str) -> dic
             ranks = {layer.path: most or layer.rank for layer in own}
             alphas = {layer.path: _Layer("", "", "", ranks[layer.path], layer.scale).alpha for layer in own}
             usual = Counter(alphas.values()).most_common(1)[0][0]
-            new: dict[str, Any] = {
-                "alpha_pattern": {f"^{re.escape(path)}": a for path, a in alphas.items() if a != usual}
-            }
+            pattern = {f"^{re.escape(path)}": a for path, a in alphas.items() if a != usual}
+            new: dict[str, Any] = {"alpha_pattern": pattern}
             new["use_dora"] = any(MAGNITUDE.fullmatch(key) for key in source.others)
             new["lora_bias"] = any(key.endswith("lora_B.bias") for key in source.others)
             config = {"base_model_name_or_path": base, **merged_config([config], ranks), "lora_alpha": usual, **new}

@@ -35,6 +35,7 @@ from .pairs import (
     explain,
     group_of,
     home_of,
+    live,
     named,
     orientation,
     reasons,
@@ -176,8 +177,13 @@ class QuotientOptimizer(Optimizer):
         moving = trained(weights)
         found, taken = given.restricted(moving), {s: p.name for p in old for s in p.slots}
         left, chosen = list(found.refused), dict[tuple[Any, ...], list[SymmetricPair]]()
-        for pair in (p for p in found.pairs if taken.keys().isdisjoint(p.slots)):
-            group, flipped = group_of(pair, home, weights), orientation(pair, weights)
+        dead = list[str]()
+        for whole in (p for p in found.pairs if taken.keys().isdisjoint(p.slots)):
+            group, pair = group_of(whole, home, weights), live(whole, weights)
+            if not taken.keys().isdisjoint(pair.slots):
+                continue
+            flipped = orientation(pair, weights)
+            dead += [pair.name] if pair != whole else []
             if flipped is None:
                 left.append(refused(pair, Cause.DEFICIENT, f"a rank below {pair.group.h}"))
                 continue
@@ -203,6 +209,9 @@ class QuotientOptimizer(Optimizer):
                 f"no pair (G, H) is among the parameters{why}; create_quotient_lora_optimizer(model, lr=…) finds those "
                 "of adapters, create_quotient_optimizer those of attention; for a model without either use AdamW"
             )
+        if dead:
+            words = f"{len(dead)} adapters have directions in which both factors are 0, which stay so ({dead[0]!r})"
+            warnings.warn(f"{words}; those that `quotient-lora resize --rank` adds can learn", stacklevel=5)
         if left:
             every: list[Claim] = [*left, *(p for s in new for p in s.given)]
             what = "adapters" if all(p.kind == "lora" for p in every) else "parts of the model"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -148,6 +149,18 @@ def group_of(pair: SymmetricPair, home: Mapping[str, int], weights: Mapping[str,
         if holds:
             raise ValueError(f"pair {pair.name!r}{words}")
     return inside.pop()
+
+
+def live(pair: SymmetricPair, weights: Mapping[str, Tensor]) -> SymmetricPair:
+    """Return an adapter's pair without first and last columns in which both factors are 0, which get no gradient."""
+    if pair.kind != "lora":
+        return pair
+    some = pair.gather({name: full(weights[name].detach()) for name in pair.names}).any(-2).nonzero().flatten().tolist()
+    start, h = (some[0], some[-1] + 1 - some[0]) if some else (0, pair.group.h)
+    if h == pair.group.h:
+        return pair
+    G, H = (tuple(slot.part(start, h) for slot in slots) for slots in (pair.G, pair.H))
+    return replace(pair, group=replace(pair.group, h=h), G=G, H=H)
 
 
 def orientation(pair: SymmetricPair, weights: Mapping[str, Tensor]) -> bool | None:

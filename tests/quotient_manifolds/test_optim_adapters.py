@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ import sharpness
 from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientMuon,
+    QuotientSGD,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
@@ -34,7 +36,7 @@ from quotient_manifolds.symmetries.certificate import Certification
 from quotient_manifolds.weights import weights_of
 
 from ..networks import shake
-from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, point, train, trainable, trained
+from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, point, products, train, trainable, trained
 
 
 class Words(nn.Module):
@@ -944,3 +946,40 @@ def test_adapters_loaded_for_inference_are_balanced():
     frozen.requires_grad_(False)  # as PEFT loads them
     assert canonicalize_(frozen, adapter_pairs(frozen)) == canonicalize_(model, adapter_pairs(model))
     assert all(torch.equal(v, frozen.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [QuotientAdam, QuotientMuon, QuotientSGD])
+@pytest.mark.parametrize("dead", [[3], [0, 3]])
+def test_directions_of_zeros_stay_while_the_others_are_trained_as_alone(kind, dead):
+    """Scales are 1; the smaller adapter has the other rows of A and columns of B."""
+    alive = [i for i in range(4) if i not in dead]
+    padded, small = lora(r=4, lora_alpha=4), lora(r=len(alive), lora_alpha=len(alive))
+    with torch.no_grad():
+        for (_, p), (_, q) in zip(padded.named_parameters(), small.named_parameters(), strict=True):
+            if p.shape != q.shape:
+                rows = p.shape[0] == 4
+                q.copy_(p[alive] if rows else p[:, alive])
+                p[dead if rows else slice(None), slice(None) if rows else dead] = 0
+    made = functools.partial(kind, lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
+    with pytest.warns(UserWarning, match="2 adapters have directions in which both factors are 0, which stay so"):
+        of_padded = made(trained(padded), adapter_pairs(padded))
+    of_small = made(trained(small), adapter_pairs(small))
+    assert f"2 adapters of rank {len(alive)} on the quotient" in repr(of_padded)
+    before = products(small)
+    for model, optimizer in ((padded, of_padded), (small, of_small)):
+        train_steps(model, optimizer)
+    assert apart(padded, small) < 1e-8
+    assert min(float((a - b).norm()) for a, b in zip(products(small), before, strict=True)) > 1e-3
+    for p in adapter_pairs(padded).pairs:
+        assert not point(p, padded)[:, dead].any()
+    again = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], lr=1e-2)
+    train_steps(small, again)
+    train_steps(padded, of_padded)
+    assert apart(padded, small) > 1e-4, "AdamW takes other steps"
+
+
+def train_steps(model, optimizer, steps=6):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
