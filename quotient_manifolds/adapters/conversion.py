@@ -144,7 +144,7 @@ def _place(key: str, source: Adapter, dotted: dict[str, list[str]], base: Any) -
         why = (
             f"{base} has {len(paths)} layers that may be called so"
             if base
-            else "give the model as --base, whose names do"
+            else "give the model, --base, whose names do"
         )
         raise ValueError(f"nothing tells which underscores of {key} stand for dots: {why}")
     return _DIFFUSERS.get(found[1], found[1]), paths[0]
@@ -166,7 +166,7 @@ def _check(source: Adapter, layers: list[_Layer], to: str) -> None:
     of = {layer.model for layer in layers}
     if to == "kohya" and "" in of:
         raise ValueError(
-            f"{source.place} does not say of which model it is, as kohya's names do: give --model unet or so"
+            f"{source.place} does not say of which model it is, as kohya's names do: give it, --model unet"
         )
     if len(of) > 1 and (to == "peft" or "" in of):
         raise ValueError(f"{source.place} has layers of {len(of)} models, {sorted(of)}, which {to} cannot tell")

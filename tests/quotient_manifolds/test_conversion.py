@@ -175,7 +175,7 @@ REFUSED = {
     "underscores of lora_unet_to_q stand for dots: give the model, --base": (keys("lora_unet_to_q"), {"to": "peft"}),
     "which underscores of lora_unet_up_x stand for dots: .* has 0 layers": (keys("lora_unet_up_x"), BASE),
     "which underscores of lora_unet_a_b_c stand for dots: .* has 2 layers": (keys("lora_unet_a_b_c"), BASE),
-    "does not say of which model it is, as kohya's names do: give model": (Q, {"to": "kohya"}),
+    "does not say of which model it is, as kohya's names do: give it, --model unet": (Q, {"to": "kohya"}),
     r"has layers of 2 models, \['text_encoder', 'unet'\], which peft cannot tell": (TWO, {"to": "peft"}),
     "has layers of several models, which are not all called 'unet'": (TWO, UNET),
     "several layers would be called lora_unet_to_q": (Q + keys("to.q", "lora_A", "lora_B"), UNET),
