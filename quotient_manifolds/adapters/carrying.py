@@ -147,7 +147,7 @@ def _network(model: str | os.PathLike[str] | nn.Module) -> tuple[nn.Module, floa
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _Adapted:
     """A layer of a model, with the names of its weight and bias ("" for none), to which an adapter adds."""
 
     module: nn.Module
@@ -169,9 +169,9 @@ class _Layer:
         return weight.mT if self.transposed else weight.flatten(1)
 
 
-def _layers(parent: Adapter, network: nn.Module) -> dict[str, _Layer]:
+def _layers(parent: Adapter, network: nn.Module) -> dict[str, _Adapted]:
     """Find the layers of an adapter in its model, by their keys."""
-    name_of, found, modules = naming(network), dict[str, _Layer](), dict(network.named_modules())
+    name_of, found, modules = naming(network), dict[str, _Adapted](), dict(network.named_modules())
     for key in parent.layers:
         module = modules.get(path := module_of(key))
         prefix = "in_proj_" if isinstance(module, nn.MultiheadAttention) else ""
@@ -179,7 +179,7 @@ def _layers(parent: Adapter, network: nn.Module) -> dict[str, _Layer]:
             raise ValueError(f"{parent.place}: {path} is no layer of {type(network).__name__} whose weight it can move")
         biased = getattr(module, f"{prefix}bias", None) is not None
         assert module is not None
-        layer = _Layer(module, name_of(path, f"{prefix}weight"), name_of(path, f"{prefix}bias") if biased else "")
+        layer = _Adapted(module, name_of(path, f"{prefix}weight"), name_of(path, f"{prefix}bias") if biased else "")
         if any(layer.weight == one.weight for one in found.values()):
             raise ValueError(f"{parent.place} has two adapters of {layer.weight}, which layers share")
         found[key] = layer
@@ -205,7 +205,7 @@ def _saved(parent: Adapter, network: nn.Module) -> dict[str, str]:
 
 
 def _changed(
-    parent: Adapter, layers: Mapping[str, _Layer], saved: Mapping[str, str], weights: Mapping[str, Tensor]
+    parent: Adapter, layers: Mapping[str, _Adapted], saved: Mapping[str, str], weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the weights of the model with its adapter."""
     found = {name: in_double(parent.tensor(key)) for key, name in saved.items() if not _TOKENS.fullmatch(key)}
@@ -256,7 +256,7 @@ def _check_tokens(saved: Mapping[str, str], before: State) -> None:
 
 
 def _biases(
-    layers: Mapping[str, _Layer], before: State, after: State
+    layers: Mapping[str, _Adapted], before: State, after: State
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
     """Return what an adapter's file holds of what its products add to folded shifts, and the options that say so.
 

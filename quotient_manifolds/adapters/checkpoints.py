@@ -18,7 +18,7 @@ _PATTERNS = ("*.safetensors.index.json", "model.safetensors", "*.safetensors", "
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class WeightFiles:
     """Files with the weights of a model; ``origin`` is the name on the Hub, with the commit, of what is from there."""
 
     place: Path
@@ -39,7 +39,7 @@ class Checkpoint:
         return {path: shape for path, shape in ends.items() if len(shape) == 2}
 
 
-def read_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(name: str | os.PathLike[str]) -> WeightFiles:
     """Read which weights a model has: that of a folder, of one file, or of a name of the Hub."""
     place, origin = Path(name), ""
     if is_name(os.fspath(name)):
@@ -61,4 +61,4 @@ def read_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
             own, _ = header(file)
             shapes |= own
             files |= dict.fromkeys(own, file)
-    return Checkpoint(place, files, shapes, origin)
+    return WeightFiles(place, files, shapes, origin)

@@ -36,7 +36,7 @@ _SINGLE = "pytorch_lora_weights.safetensors"
 
 
 @dataclass
-class _Layer:
+class _Named:
     """A layer of an adapter: of which model of a pipeline, its path there, and where it is in the file."""
 
     model: str
@@ -121,12 +121,12 @@ def convert(
             (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def _layers(source: Adapter, base: str | os.PathLike[str] | None, model: str | None) -> list[_Layer]:
+def _layers(source: Adapter, base: str | os.PathLike[str] | None, model: str | None) -> list[_Named]:
     """List the layers with the names that they have in their models."""
     dotted = dict[str, list[str]]()
     for path in {name.rpartition(".")[0] for name in (read_checkpoint(base).shapes if base else ())}:
         dotted.setdefault(path.replace(".", "_"), []).append(path)
-    layers = [_Layer(*_place(key, source, dotted, base), key, *source.rank_and_scale(key)) for key in source.layers]
+    layers = [_Named(*_place(key, source, dotted, base), key, *source.rank_and_scale(key)) for key in source.layers]
     if model and len({layer.model for layer in layers}) > 1:
         raise ValueError(f"{source.place} has layers of several models, which are not all called {model!r}")
     for layer in layers:
@@ -150,7 +150,7 @@ def _place(key: str, source: Adapter, dotted: dict[str, list[str]], base: Any) -
     return _DIFFUSERS.get(found[1], found[1]), paths[0]
 
 
-def _name(layer: _Layer, layers: list[_Layer], to: str) -> str:
+def _name(layer: _Named, layers: list[_Named], to: str) -> str:
     if to == "peft":
         return f"base_model.model.{layer.path}"
     if to != "kohya":
@@ -160,7 +160,7 @@ def _name(layer: _Layer, layers: list[_Layer], to: str) -> str:
     return f"lora_{model if several or model != 'te1' else 'te'}_{layer.path}".replace(".", "_")
 
 
-def _check(source: Adapter, layers: list[_Layer], to: str) -> None:
+def _check(source: Adapter, layers: list[_Named], to: str) -> None:
     """Raise for what the format cannot express."""
     names = {layer.key: layer for layer in layers}
     of = {layer.model for layer in layers}
@@ -191,7 +191,7 @@ def _layer_of(magnitude: str) -> str:
     return found[1] if found else ""
 
 
-def _configs(source: Adapter, layers: list[_Layer], most: int, base: str) -> dict[str, dict[str, Any]]:
+def _configs(source: Adapter, layers: list[_Named], most: int, base: str) -> dict[str, dict[str, Any]]:
     """Return PEFT's config for each model: that of the source, or one that states its ranks and scales."""
     found = dict[str, dict[str, Any]]()
     for model in dict.fromkeys(layer.model for layer in layers):
@@ -199,7 +199,7 @@ def _configs(source: Adapter, layers: list[_Layer], most: int, base: str) -> dic
         config = source.options(own[0].key)[1]
         if not config or most:
             ranks = {layer.path: most or layer.rank for layer in own}
-            alphas = {layer.path: _Layer("", "", "", ranks[layer.path], layer.scale).alpha for layer in own}
+            alphas = {layer.path: _Named("", "", "", ranks[layer.path], layer.scale).alpha for layer in own}
             usual = Counter(alphas.values()).most_common(1)[0][0]
             pattern = {f"^{re.escape(path)}": a for path, a in alphas.items() if a != usual}
             new: dict[str, Any] = {"alpha_pattern": pattern}
@@ -211,7 +211,7 @@ def _configs(source: Adapter, layers: list[_Layer], most: int, base: str) -> dic
     return found
 
 
-def _tensors(source: Adapter, layer: _Layer, name: str, to: str, most: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(source: Adapter, layer: _Named, name: str, to: str, most: int) -> Iterator[tuple[str, Tensor]]:
     A, B = (source.tensor(source.layers[layer.key][f]) for f in "AB")
     rank = max(most, layer.rank)
     A = pad(A, [0, 0] * (A.dim() - 1) + [0, rank - layer.rank])

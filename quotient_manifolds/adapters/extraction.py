@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import in_double
-from .checkpoints import Checkpoint, read_checkpoint
+from .checkpoints import WeightFiles, read_checkpoint
 from .configs import merged_config
 from .folders import CONFIG, WEIGHTS
 from .products import Method, present, truncated
@@ -114,7 +114,7 @@ def extract(
     return {"layers": layers, "left": left}
 
 
-def _saved(tuned: Checkpoint, modules: Sequence[str]) -> list[str]:
+def _saved(tuned: WeightFiles, modules: Sequence[str]) -> list[str]:
     """List the weights within modules."""
     found = {part: [n for n in tuned.shapes if f".{part}." in f".{n.rpartition('.')[0]}."] for part in modules}
     if lost := [part for part, names in found.items() if not names]:
@@ -122,7 +122,7 @@ def _saved(tuned: Checkpoint, modules: Sequence[str]) -> list[str]:
     return sorted({name for names in found.values() for name in names})
 
 
-def _chosen(base: Checkpoint, tuned: Checkpoint, target_modules: Sequence[str]) -> list[str]:
+def _chosen(base: WeightFiles, tuned: WeightFiles, target_modules: Sequence[str]) -> list[str]:
     """List the paths of the layers that may be adapted."""
     before, after = base.matrices(), tuned.matrices()
     both = sorted(before.keys() & after.keys())
@@ -144,7 +144,7 @@ def _chosen(base: Checkpoint, tuned: Checkpoint, target_modules: Sequence[str]) 
     return chosen
 
 
-def _inputs_first(base: Checkpoint, paths: list[str]) -> set[str]:
+def _inputs_first(base: WeightFiles, paths: list[str]) -> set[str]:
     """Find layers with weights (in, out), as their biases tell, or those of others of the name."""
     shown = {
         path: base.shapes[f"{path}.bias"][0] == shape[1]
@@ -162,7 +162,11 @@ def _inputs_first(base: Checkpoint, paths: list[str]) -> set[str]:
 
 
 def _tensors(
-    models: tuple[Checkpoint, Checkpoint], how: Method, paths: dict[str, bool], saved: list[str], layers: dict[str, Any]
+    models: tuple[WeightFiles, WeightFiles],
+    how: Method,
+    paths: dict[str, bool],
+    saved: list[str],
+    layers: dict[str, Any],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the adapter, and note what they keep of each layer."""
     for path, inputs_first in paths.items():
@@ -190,7 +194,7 @@ def _tensors(
         yield f"base_model.model.{name}", models[1].tensor(name)
 
 
-def _left(base: Checkpoint, tuned: Checkpoint, taken: set[str]) -> Iterator[tuple[str, float]]:
+def _left(base: WeightFiles, tuned: WeightFiles, taken: set[str]) -> Iterator[tuple[str, float]]:
     """Yield how much other weights differ, of those that do."""
     for name in sorted((base.shapes.keys() | tuned.shapes.keys()) - taken):
         if base.shapes.get(name) != tuned.shapes.get(name):
