@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..linalg import in_double, standard_normal
 from ..networks import network_of
-from ..symmetries.actions import State
 from ..symmetries.lora import is_lora
 from ..weights import first_names, naming, weights_of
 from .configs import merged_config, module_of
@@ -28,8 +27,6 @@ from .storage import check_free
 _NOT_CARRIED = ("use_dora", "alora_invocation_tokens", "target_parameters", "layer_replication")
 #: Rows of trained tokens.
 _TOKENS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta")
-#: In which a file may hold a weight that was not trained.
-_FILES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: What is rounding, relative to weights in float64.
 _ROUNDING = 1e-11
 
@@ -79,19 +76,19 @@ def carry(
     --------
     >>> import copy, peft, torch
     >>> from quotient_manifolds.adapters import Adapter, carry
-    >>> from quotient_manifolds.symmetries import canonicalize_
-    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> base = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    >>> from quotient_manifolds.symmetries import ALL, find, move_
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    >>> base = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     >>> other, x = copy.deepcopy(base), torch.randn(3, 5, 8)
-    >>> _ = canonicalize_(other)
+    >>> _ = move_(other, find(other, kinds=ALL))
     >>> config = peft.LoraConfig(r=2, target_modules=["linear1", "linear2"], init_lora_weights=False)
     >>> adapted = peft.get_peft_model(copy.deepcopy(base), config)
     >>> carried = carry(Adapter.from_model(adapted), base, other)
-    >>> rewritten = peft.get_peft_model(other, peft.LoraConfig(target_modules=["linear1"]))
+    >>> rewritten = peft.get_peft_model(other, peft.LoraConfig(target_modules=["linear1"]), "none")
     >>> carried.add_to(rewritten, "carried")
     >>> rewritten.set_adapter("carried")
-    >>> torch.allclose(rewritten(x), adapted(x), atol=1e-4)
-    True
+    >>> torch.allclose(rewritten(x), adapted(x), atol=1e-4), torch.allclose(adapted(x), base(x), atol=1e-2)
+    (True, False)
     """
     from ..symmetries.whole import rewriting  # with it scipy, which merging needs not
 
@@ -104,16 +101,14 @@ def carry(
     changed = _changed(parent, layers, saved, weights)
     # A thousand times the precision of the files: what rounding a rewritten model leaves.
     way = rewriting(network, target, tolerance=max(1e-8, min(1e3 * max(coarse, coarser), 0.03)))
-    if way.turns:
-        _check_norms(parent, network, changed)
     before, after = way.of(weights), way.of({**weights, **changed})
     _check_others(before, after, changed.keys() | {layer.bias for layer in layers.values()})
-    _check_tokens(saved, before)
+    _check_saved(saved, weights, before, way.gains)
     state, ranks = dict[str, Tensor](), dict[str, int]()
     for key, layer in layers.items():
         ranks[key] = parent.rank_and_scale(key)[0]
-        change = layer.matrix(after.of(layer.weight) - before.of(layer.weight))
-        G, H = _factors(change, ranks[key], module_of(key), _ROUNDING * float(before.of(layer.weight).norm()))
+        change = layer.matrix(after[layer.weight] - before[layer.weight])
+        G, H = _factors(change, ranks[key], module_of(key), _ROUNDING * float(before[layer.weight].norm()))
         dtype = common_dtype([parent.tensor(parent.layers[key][factor]) for factor in "AB"])
         state |= parent.packed(key, G, H, dtype, alphas=False)
     biases, options = _biases({k: at for k, at in layers.items() if at.bias not in saved.values()}, before, after)
@@ -121,7 +116,7 @@ def carry(
     adapted = {layer.weight for layer in layers.values()}
     for key, name in saved.items():
         kept = parent.tensor(key)
-        state[key] = kept if _TOKENS.fullmatch(key) else (before if name in adapted else after).of(name).to(kept.dtype)
+        state[key] = kept if _TOKENS.fullmatch(key) else (before if name in adapted else after)[name].to(kept.dtype)
     config = merged_config([parent.config], ranks) | options
     if not isinstance(other, nn.Module):
         config["base_model_name_or_path"] = os.fspath(other)
@@ -174,17 +169,21 @@ def _layers(parent: Adapter, network: nn.Module) -> dict[str, _Adapted]:
     name_of, found, modules = naming(network), dict[str, _Adapted](), dict(network.named_modules())
     for key in parent.layers:
         module = modules.get(path := module_of(key))
-        prefix = "in_proj_" if isinstance(module, nn.MultiheadAttention) else ""
-        if not isinstance(getattr(module, f"{prefix}weight", None), Tensor) or parent.groups(key) > 1:
+        if isinstance(module, nn.MultiheadAttention):
+            raise ValueError(
+                f"{parent.place} adapts {path}, torch's MultiheadAttention, to which PEFT adds the product of out_proj "
+                "twice, so it cannot be carried; leave out this layer"
+            )
+        if not isinstance(getattr(module, "weight", None), Tensor) or parent.groups(key) > 1:
             raise ValueError(f"{parent.place}: {path} is no layer of {type(network).__name__} whose weight it can move")
-        biased = getattr(module, f"{prefix}bias", None) is not None
         assert module is not None
-        layer = _Adapted(module, name_of(path, f"{prefix}weight"), name_of(path, f"{prefix}bias") if biased else "")
+        biased = getattr(module, "bias", None) is not None
+        if f"{key}.lora_B.bias" in parent.others and not biased:
+            raise ValueError(f"{parent.place} adds a bias to {path}, which has none that symmetries could move")
+        layer = _Adapted(module, name_of(path, "weight"), name_of(path, "bias") if biased else "")
         if any(layer.weight == one.weight for one in found.values()):
             raise ValueError(f"{parent.place} has two adapters of {layer.weight}, which layers share")
         found[key] = layer
-        if f"{key}.lora_B.bias" in parent.others and not biased:
-            raise ValueError(f"{parent.place} adds a bias to {path}, which has none that symmetries could move")
     return found
 
 
@@ -226,37 +225,28 @@ def _changed(
     return found
 
 
-def _check_norms(parent: Adapter, network: nn.Module, changed: Mapping[str, Tensor]) -> None:
-    """Raise if a norm's gain or shift was trained: a rotation of the stream is a symmetry for the model's own alone."""
-    weights, name_of = weights_of(network), naming(network)
-    for path, module in network.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        for name in (name_of(path, n) for n in own if all(p.dim() < 2 for p in own.values())):
-            kept = [in_double(weights[name].detach().to(dtype)) for dtype in _FILES]
-            if name in changed and not any(torch.equal(changed[name], value) for value in kept):
-                raise ValueError(f"{parent.place} has trained {name}, which the rewriting follows; merge it before")
-
-
-def _check_others(before: State, after: State, changed: Collection[str]) -> None:
+def _check_others(before: Mapping[str, Tensor], after: Mapping[str, Tensor], changed: Collection[str]) -> None:
     """Raise if an adapter would have to change more weights than it does."""
-    for name in before.weights.keys() - changed:
-        value = before.of(name)
-        if float((after.of(name) - value).norm()) > _ROUNDING * (1 + float(value.norm())):
+    for name in before.keys() - changed:
+        value = before[name]
+        if float((after[name] - value).norm()) > _ROUNDING * (1 + float(value.norm())):
             raise ValueError(f"the rewriting takes a part of the adapter to {name}, which the adapter does not change")
 
 
-def _check_tokens(saved: Mapping[str, str], before: State) -> None:
-    """Raise if tokens were trained whose embeddings have moved."""
+def _check_saved(
+    saved: Mapping[str, str], weights: Mapping[str, Tensor], before: Mapping[str, Tensor], gains: Collection[str]
+) -> None:
+    """Raise if tokens were trained whose embeddings have moved, or gains where the basis of the stream has."""
     for key, name in saved.items():
-        value = in_double(before.weights[name].detach())
-        if _TOKENS.fullmatch(key) and float((before.of(name) - value).norm()) > _ROUNDING * float(value.norm()):
-            raise ValueError(
-                f"the adapter has trained tokens, but {name} was rewritten; merge it into its model before"
-            )
+        value = in_double(weights[name].detach())
+        rewritten = float((before[name] - value).norm()) > _ROUNDING * float(value.norm())
+        if name in gains or (_TOKENS.fullmatch(key) and rewritten):
+            what = "has moved the basis of what it scales" if name in gains else "changes its trained tokens"
+            raise ValueError(f"the adapter holds {key}, but the rewriting {what}; merge it into its model before")
 
 
 def _biases(
-    layers: Mapping[str, _Adapted], before: State, after: State
+    layers: Mapping[str, _Adapted], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
     """Return what an adapter's file holds of what its products add to folded shifts, and the options that say so.
 
@@ -265,12 +255,11 @@ def _biases(
     found = dict[str, Tensor]()
     for key, layer in layers.items():
         if layer.bias:
-            change, sizes = after.of(layer.bias) - before.of(layer.bias), (after.of(n).norm() for n in layer.names)
+            change, sizes = after[layer.bias] - before[layer.bias], (after[n].norm() for n in layer.names)
             if float(change.norm()) > _ROUNDING * float(sum(sizes)):
                 found[key] = change
-    if found and any(isinstance(at.module, (nn.Embedding, nn.MultiheadAttention)) for at in layers.values()):
-        own = {key: layers[key].bias.rpartition(".")[2] for key in found}
-        whole = {f"{key}.base_layer.{name}": after.of(layers[key].bias) for key, name in own.items()}
+    if found and any(isinstance(at.module, nn.Embedding) for at in layers.values()):
+        whole = {f"{key}.base_layer.bias": after[layers[key].bias] for key in found}
         return whole, {"lora_bias": False, "bias": "all"}
     return {f"{key}.lora_B.bias": change for key, change in found.items()}, {"lora_bias": bool(found)}
 

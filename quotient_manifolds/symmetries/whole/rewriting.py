@@ -77,24 +77,22 @@ class Rewriting:
     """Group elements that lead from one network to another, with the same function.
 
     They depend on the networks alone. So they also move weights with an adapter on them to such of the same function,
-    and what an adapter adds to a matrix moves by a linear map: its rank stays. Where the stream turns,
-    other gains and shifts of norms than those of the first network do not follow. See :func:`rewriting`.
+    and what an adapter adds to a matrix moves by a linear map: its rank stays.
 
     Attributes
     ----------
-    there, back
-        The ways of both networks to their canonical forms.
+    there, back : object
+        The ways of the two networks to their canonical forms with balanced heads.
     element : Element
-        The group element between these.
+        What moves the form of the first network to that of the second.
 
     Examples
     --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries.whole import rewriting
-    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> base = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).double().eval()
-    >>> rewriting(base, base).turns
-    False
+    See :func:`rewriting`.
+
+    >>> from quotient_manifolds.symmetries.whole import Rewriting
+    >>> Rewriting.__dataclass_params__.frozen
+    True
     """
 
     there: _Way
@@ -102,20 +100,20 @@ class Rewriting:
     back: _Way
 
     @property
-    def turns(self) -> bool:
-        """Whether the residual stream is rotated, or permuted."""
-        Q = self.element.stream
-        return Q is not None and bool((Q - torch.eye(len(Q), dtype=Q.dtype)).abs().max() > 1e-6)
+    def gains(self) -> set[str]:
+        """The names of gains that must have the first network's values, for the basis of what they scale has moved."""
+        form = self.there.form
+        return {s.name for s in form.gains} if form.turns and self.element.stream is not None else set()
 
     @torch.no_grad()
-    def of(self, weights: Mapping[str, Tensor]) -> State:
+    def of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Move all weights of a network with other values than the first one's; the values are in float64."""
         with on_cpu():
             state = State(weights)
             self.there.go_(state)
             self.there.move_(state, self.element)
             self.back.back_(state)
-            return state
+            return {name: state.of(name) for name in weights}
 
 
 @torch.no_grad()
@@ -149,7 +147,7 @@ def rewriting(base: nn.Module, other: nn.Module, *, tolerance: float = 1e-8) -> 
     >>> _ = move_(other, find(other, kinds=ALL))
     >>> way = rewriting(base, other)
     >>> with torch.no_grad():
-    ...     for p in (p for p in base.parameters() if p.dim() == 2):  # a fine-tune of all matrices
+    ...     for p in base.parameters():  # as a fine-tune does
     ...         p += 0.1 * torch.randn_like(p)
     >>> _ = other.load_state_dict({**other.state_dict(), **way.of(dict(base.named_parameters()))})
     >>> torch.allclose(base(x), other(x))
@@ -163,7 +161,7 @@ def rewriting(base: nn.Module, other: nn.Module, *, tolerance: float = 1e-8) -> 
             _, alignment = align_models(other, base, kinds=kinds)
             found = Rewriting(there, alignment.element, back)
             moved = found.of(weights)
-            apart = {name: _norm([moved.of(name) - p]) for name, p in target.items()}
+            apart = {name: _norm([moved[name] - p]) for name, p in target.items()}
             if _norm([torch.tensor([*apart.values()])]) <= tolerance * size:
                 return found
     worst = max(apart, key=apart.__getitem__)
