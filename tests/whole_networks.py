@@ -263,7 +263,8 @@ def by_kind(values):
     """The largest value of every kind of symmetry; NaN counts as the largest."""
     found = {}
     for s, value in values.items():
-        found[s.kind] = value if not value <= found.get(s.kind, 0.0) else found[s.kind]
+        known = found.get(s.kind, 0.0)
+        found[s.kind] = known if value <= known else value
     return found
 
 

@@ -106,7 +106,8 @@ def test_a_carried_adapter_does_the_same(family, how, embeddings):
     one, other = adapted(model, modules), REWRITINGS[how](copy.deepcopy(model))
     adapter, expected, given = Adapter.from_model(one), forward(one, batch), [p.clone() for p in model.parameters()]
     found = carry(adapter, model, other)
-    assert difference(forward(using(found, other, modules), batch), expected) < 1e-10
+    bound = 1e-6 if family == "t5" else 1e-10  # whose norms take their variance in float32
+    assert difference(forward(using(found, other, modules), batch), expected) < bound
     assert all(found.rank_and_scale(at)[0] == adapter.rank_and_scale(at)[0] for at in adapter.layers)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), given, strict=True))
     copied = difference(forward(using(adapter, other, modules), batch), expected)
@@ -285,7 +286,8 @@ def test_a_fine_tune_is_no_rewriting():
     model = build("vit")
     other = permuted(model)
     with torch.no_grad():
-        other.vit.layers[0].mlp.fc1.weight[0] += 0.1
+        inner = next(m for m in networks.vit_layers(other)[0].modules() if getattr(m, "out_features", 8) != 8)
+        inner.weight[0] += 0.1
     with pytest.raises(ValueError, match=r"differ by 0\.0\d* of the norm of all weights, most in \S+$"):
         rewriting(model, other)
 
