@@ -15,7 +15,7 @@ from ..linalg import in_double
 from .checkpoints import WeightFiles, read_checkpoint
 from .configs import merged_config
 from .folders import CONFIG, WEIGHTS
-from .products import Method, present, truncated
+from .products import Method, check_kept, present, truncated
 from .storage import new_folder, write_tensors
 
 Path = str | os.PathLike[str]
@@ -91,8 +91,7 @@ def extract(
     ([1, 1], {})
     >>> temporary.cleanup()
     """
-    if rank is None and energy is None:
-        raise ValueError("say to which rank, or which share of energy to keep (--rank, --energy)")
+    check_kept(rank, energy)
     how = Method("sum", [1], rank=rank, energy=energy)
     models = read_checkpoint(base), read_checkpoint(tuned)
     saved = _saved(models[1], modules_to_save)

@@ -20,7 +20,7 @@ from ..manifold import MANIFOLDS
 from ..passes import drawing_again
 from .configs import merged_config, module_of, parameters, prefix_of
 from .folders import CONFIG, HEADER, MAGNITUDE, Adapter, read
-from .products import Factors, Method, present, product_svd, signed_sum
+from .products import Factors, Method, check_kept, present, product_svd, signed_sum
 from .storage import new_folder, write_tensors
 
 Path = str | os.PathLike[str]
@@ -181,8 +181,7 @@ def resize(
     >>> compare(adapter, resize(adapter, rank=2))["layers"]["0"]["rank"]
     [4, 2]
     """
-    if rank is None and energy is None:
-        raise ValueError("say to which rank, or which share of energy to keep (--rank, --energy)")
+    check_kept(rank, energy)
     return merge([adapter], out, rank=rank, energy=energy)
 
 

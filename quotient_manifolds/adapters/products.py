@@ -46,6 +46,12 @@ def balanced(G: Tensor, H: Tensor, rank: int, energy: float = 1.0, whole: bool =
     return truncated(product_svd(G, H, full=True), rank, energy, whole)
 
 
+def check_kept(rank: int | None, energy: float | None) -> None:
+    """Raise unless something says how much of products is kept."""
+    if rank is None and energy is None:
+        raise ValueError("say to which rank, or which share of energy to keep (--rank, --energy)")
+
+
 def truncated(svd: tuple[Tensor, Tensor, Tensor], rank: int, energy: float = 1.0, whole: bool = False) -> Factors:
     """Return the same of a product that is given as U, σ and V."""
     U, sigma, V = svd
