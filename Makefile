@@ -13,7 +13,7 @@ PYTEST := PYTHONWARNDEFAULTENCODING=1 PYTHONWARNINGS=ignore::EncodingWarning:tor
 PAGES := tests/test_docs.py tests/test_newcomers.py tests/test_examples.py tests/test_pages.py
 # Tests in several processes, and on a device that is not the CPU: a fifth of the time, with those as on other machines.
 PROCESSES := tests/test_second_device.py tests/sharpness/test_sharded.py tests/sharpness/test_distributed.py \
-	tests/quotient_manifolds/test_optim_sharded.py
+	tests/quotient_manifolds/optim/test_optim_sharded.py
 PACKAGES := tests quotient_manifolds sharpness --ignore tests/laboratory $(PAGES:%=--ignore %)
 
 .PHONY: help demo test studies elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
@@ -71,7 +71,7 @@ wheel: $(BIN)/uv  ## build a wheel and try it in an empty environment with the c
 	rm -rf build/wheel && $(BIN)/uv build --quiet --wheel --out-dir build/wheel
 	$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel/venv
 	$(BIN)/uv pip install --quiet --python build/wheel/venv/bin/python build/wheel/*.whl
-	cd build/wheel && venv/bin/python -W ignore ../../tests/core_only.py
+	cd build/wheel && venv/bin/python -W ignore ../../tests/support/core_only.py
 
 clean:  ## remove everything that the targets made
 	rm -rf $(VENV) $(OLDEST) docs/_build build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage*
@@ -91,8 +91,8 @@ $(VENV)/.dev: $(BIN)/uv setup.cfg pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
-$(OLDEST)/.done: $(BIN)/uv setup.cfg pyproject.toml tests/oldest.txt
+$(OLDEST)/.done: $(BIN)/uv setup.cfg pyproject.toml tests/support/oldest.txt
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLDEST)
-	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --constraint tests/oldest.txt \
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --constraint tests/support/oldest.txt \
 		--editable '.[test,transformers,clip,timm,lora,images,datasets,studies,demo]'
 	touch $@

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from quotient_manifolds.symmetries import ALL, find, move_
 from quotient_manifolds.symmetries.whole import align_models
-from tests.whole_networks import random_element
+from tests.support.whole_networks import random_element
 
 from ._common import write
 from .logarithm import timed

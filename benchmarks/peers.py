@@ -1,6 +1,6 @@
 """The maximum found against a straightforward Auto-PGD, at equal steps, batch and radius: adaptive sharpness.
 
-The peer works on the weights themselves and projects on the ellipsoid ‖δ ⊘ |w|‖ ≤ ρ (``tests/oracle.py``).
+The peer works on the weights themselves and projects on the ellipsoid ‖δ ⊘ |w|‖ ≤ ρ (``tests/support/oracle.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 
 import sharpness
 from studies import _vit_cifar10
-from tests.oracle import plain_adaptive_sharpness
+from tests.support.oracle import plain_adaptive_sharpness
 
 from ._common import write
 

@@ -1,6 +1,7 @@
 """Merge one adapter of every kind with itself, by peft and by us, and write docs/tables/adapter_identity.csv.
 
-An entry is the relative error of what the merged adapter changes in the model's outputs (tests/adapter_variants.py).
+An entry is the relative error of what the merged adapter changes in the model's outputs
+(tests/support/adapter_variants.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.adapter_variants import CASES, TOOLS, error
+from tests.support.adapter_variants import CASES, TOOLS, error
 
 TABLE = Path(__file__).parents[1] / "docs/tables/adapter_identity.csv"
 HEAD = ["adapter", "weights", *(f"peft {version('peft')}, {tool}" for tool in TOOLS[:3]), "ours, folders", "in memory"]

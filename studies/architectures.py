@@ -13,8 +13,8 @@ import sys
 import torch
 
 from quotient_manifolds.symmetries import registry
-from tests import zoo
 from tests.quotient_manifolds.symmetries.test_examination import TABLE, check, rows
+from tests.support import zoo
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from benchmarks._common import RESULTS, environment
 from quotient_manifolds.symmetries import ALL, Symmetries, canonicalize_, find, move_
 from quotient_manifolds.symmetries.whole import align_models, independence_test
-from tests.whole_networks import random_element
+from tests.support.whole_networks import random_element
 
 from ._apart import PAIRS, TASKS, WIDTHS, Trained, loaded
 from .lora_text import sst2

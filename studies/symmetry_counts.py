@@ -6,7 +6,7 @@ import argparse
 
 from benchmarks._common import write
 from reproduction.nullity import nullity
-from tests.whole_networks import FAMILIES, build, count, forward, inputs
+from tests.support.whole_networks import FAMILIES, build, count, forward, inputs
 
 
 def main() -> None:

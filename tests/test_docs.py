@@ -20,9 +20,8 @@ from quotient_manifolds import lora_command
 from reproduction import cli as laboratory
 from sharpness import cli
 from sharpness.study import read_config
-
-from . import docs_world
-from .printed import same
+from tests.support import docs_world
+from tests.support.printed import same
 
 ROOT = docs_world.ROOT
 README = ROOT / "README.md"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from . import fuzzing
-from .extent import EXHAUSTIVE
+from tests.support import fuzzing
+from tests.support.extent import EXHAUSTIVE
 
 CHUNKS = list(fuzzing.chunks(10_000 if EXHAUSTIVE else 70))
 

@@ -18,10 +18,9 @@ from quotient_manifolds.optim import create_quotient_lora_optimizer
 from quotient_manifolds.symmetries import adapter_pairs
 from quotient_manifolds.symmetries.registry import KNOWN
 from sharpness import demo
-
-from . import docs_world
-from .networks import bert, quantised_bert, text
-from .test_docs import README, ROOT, blocks, play
+from tests.support import docs_world
+from tests.support.networks import bert, quantised_bert, text
+from tests.test_docs import README, ROOT, blocks, play
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that play calls as their users do
 TEXT = README.read_text(encoding="utf-8")

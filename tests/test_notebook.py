@@ -9,7 +9,7 @@ from torch import nn
 import sharpness
 from quotient_manifolds.notebook import Bar, html_table
 from quotient_manifolds.symmetries import ALL, GL, Symmetries, find, pair, slot, verify
-from tests import networks
+from tests.support import networks
 
 
 class Cells(HTMLParser):

@@ -34,7 +34,7 @@ unused = {"quotient_manifolds." + name for name in ("logarithm", "rescale", "tes
 assert not unused & set(sys.modules), "optimisers load what they do not use"
 warnings.simplefilter("ignore")
 sys.argv.append("--pretend")
-from tests import core_only
+from tests.support import core_only
 core_only.main()
 sys.modules["yaml"] = sys
 core_only.check_imports()

@@ -27,12 +27,11 @@ from quotient_manifolds.symmetries.discovery import PAIRS
 from quotient_manifolds.symmetries.whole import independence_test
 from reproduction import baselines
 from sharpness import devices, plots
-
-from . import networks
-from .architectures import adapted
-from .extent import EXHAUSTIVE
-from .processes import together
-from .second_device import NAME, POSSIBLE, second_device
+from tests.support import networks
+from tests.support.architectures import adapted
+from tests.support.extent import EXHAUSTIVE
+from tests.support.processes import together
+from tests.support.second_device import NAME, POSSIBLE, second_device
 
 pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this torch has no devices that are written in Python")
 

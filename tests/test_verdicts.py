@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
-from . import tiny, verdicts
-from .extent import EXHAUSTIVE
+from tests.support import tiny, verdicts
+from tests.support.extent import EXHAUSTIVE
 
 #: What has gone wrong once, for every run of the tests: types that compute in single precision inside, latent attention
 #: without a rotated part, names that say little or mislead, rows of positions.

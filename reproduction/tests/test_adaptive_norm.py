@@ -3,8 +3,8 @@ import torch
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix
 from reproduction.adaptive_norm import AdaptiveNorm
-from tests.geodesics import field
-from tests.oracle import from_real, to_real
+from tests.support.geodesics import field
+from tests.support.oracle import from_real, to_real
 
 
 @pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])

@@ -4,7 +4,7 @@ import scipy.optimize
 import torch
 
 from reproduction.alignment import align
-from tests.geodesics import METRICS, field, metric
+from tests.support.geodesics import METRICS, field, metric
 
 
 @metric

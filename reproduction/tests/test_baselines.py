@@ -17,7 +17,7 @@ from reproduction.baselines import (
     norms,
     relative_flatness,
 )  # fmt: skip
-from tests import networks
+from tests.support import networks
 
 
 class Net(nn.Module):

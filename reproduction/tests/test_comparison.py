@@ -10,7 +10,7 @@ from reproduction.comparison import compare, curves
 from reproduction.statistics import kendall, kendall_difference
 from reproduction.tables import verdicts
 from sharpness.study import targets
-from tests import studies
+from tests.support import studies
 
 
 def study(**options):

@@ -23,8 +23,8 @@ from sharpness.checkpoints import load_state_dict
 from sharpness.data import DataChoice
 from sharpness.models import load
 from sharpness.study import read_config, run_sweep
-from tests.sweeps import repeated
-from tests.texts import bert_folder
+from tests.support.sweeps import repeated
+from tests.support.texts import bert_folder
 
 MODULE = """
 import torch

@@ -4,8 +4,8 @@ from torch import nn
 
 from quotient_manifolds.symmetries.whole import register_wiring, wiring_of
 from reproduction.nullity import nullity
-from tests.extent import EXHAUSTIVE
-from tests.whole_networks import FAMILIES, build, count, forward, headed, inputs
+from tests.support.extent import EXHAUSTIVE
+from tests.support.whole_networks import FAMILIES, build, count, forward, headed, inputs
 
 #: CLIP has one direction more: of the d gains of the norm between embeddings and stream only d − 1 singular values are
 #: seen, since both sides rotate.

@@ -14,11 +14,11 @@ from reproduction.collection import train_collection
 from reproduction.zoo_data import LABELS
 from sharpness.data import DataChoice
 from sharpness.study import read_config, read_rows, run_sweep
-from tests.extent import EXHAUSTIVE
-from tests.processes import together
-from tests.second_device import NAME, POSSIBLE, second_device
+from tests.support.extent import EXHAUSTIVE
+from tests.support.processes import together
+from tests.support.second_device import NAME, POSSIBLE, second_device
+from tests.support.texts import bert_folder
 from tests.test_second_device import ended_well
-from tests.texts import bert_folder
 
 from .test_zoo import write_pictures
 

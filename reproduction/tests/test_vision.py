@@ -4,8 +4,8 @@ import torch
 from quotient_manifolds.symmetries import ALL, find, verify
 from reproduction.nullity import nullity
 from reproduction.vision import SmallViT, scratch_vit, vit_cifar10
-from tests import networks
-from tests.whole_networks import count
+from tests.support import networks
+from tests.support.whole_networks import count
 
 
 @torch.no_grad()

@@ -28,8 +28,8 @@ from sharpness.checkpoints import load_state_dict
 from sharpness.data import DataChoice
 from sharpness.models import load
 from sharpness.study import Checkpoint, Sweep, read_config, read_rows, run_sweep
-from tests import networks
-from tests.sweeps import repeated
+from tests.support import networks
+from tests.support.sweeps import repeated
 
 
 def write_pictures(path, counts=(("train", 6), ("test", 3))):

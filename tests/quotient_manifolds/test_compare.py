@@ -11,8 +11,8 @@ from quotient_manifolds import GLQuotientMix
 from quotient_manifolds.compare import _path
 from quotient_manifolds.symmetries import ALL, find, model_distance, move_
 from quotient_manifolds.weights import weights_of
-from tests import networks
-from tests.whole_networks import build, random_element
+from tests.support import networks
+from tests.support.whole_networks import build, random_element
 
 
 def encoder(heads=2):

@@ -18,9 +18,9 @@ from quotient_manifolds import (
     RescaleQuotient,
     canonical_gauge,
 )
-from tests import oracle
-from tests.extent import EXHAUSTIVE, checkered
-from tests.geodesics import METRICS, field, metric, problem
+from tests.support import oracle
+from tests.support.extent import EXHAUSTIVE, checkered
+from tests.support.geodesics import METRICS, field, metric, problem
 
 # -- geodesic ---------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from quotient_manifolds import hub as names
 from quotient_manifolds.adapters import compare, merge
 from quotient_manifolds.lora_command import main
-from tests import local_hub
+from tests.support import local_hub
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from quotient_manifolds.linalg import (
 )
 from quotient_manifolds.passes import default_forward, tensors, to_device, tree_map
 from quotient_manifolds.symmetries import verify
-from tests import networks
+from tests.support import networks
 
 # -- linalg -----------------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from quotient_manifolds.logarithm.search import SOLVED, Shortest, shortest
 from quotient_manifolds.metrics import INV
 from quotient_manifolds.tangent import GLTangentSpace
 from reproduction.alignment import align
-from tests import oracle
-from tests.extent import EXHAUSTIVE, checkered
-from tests.geodesics import METRICS, field, metric, problem
-from tests.points import MANIFOLDS, metrics
+from tests.support import oracle
+from tests.support.extent import EXHAUSTIVE, checkered
+from tests.support.geodesics import METRICS, field, metric, problem
+from tests.support.points import MANIFOLDS, metrics
 
 # -- logarithm --------------------------------------------------------------------------------------------------------
 

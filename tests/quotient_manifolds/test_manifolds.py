@@ -19,8 +19,8 @@ from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from quotient_manifolds.base import TangentSpace
 from quotient_manifolds.manifold import GLQuotient
 from quotient_manifolds.metrics import MIX
-from tests.extent import EXHAUSTIVE, checkered, share
-from tests.points import ALL, MANIFOLDS, carry, close, metrics, two_points
+from tests.support.extent import EXHAUSTIVE, checkered, share
+from tests.support.points import ALL, MANIFOLDS, carry, close, metrics, two_points
 
 # -- base -------------------------------------------------------------------------------------------------------------
 

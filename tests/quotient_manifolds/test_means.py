@@ -9,7 +9,7 @@ from quotient_manifolds import (
     RescaleQuotient,
     frechet_mean,
 )
-from tests.points import ALL, close, two_points
+from tests.support.points import ALL, close, two_points
 
 
 def test_random_points_have_a_mean():

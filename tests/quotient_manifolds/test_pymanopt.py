@@ -12,7 +12,7 @@ from pymanopt.tools import diagnostics
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from quotient_manifolds.pymanopt import as_pymanopt
-from tests.points import MANIFOLDS, metrics
+from tests.support.points import MANIFOLDS, metrics
 
 N, M = 7, 5
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, GLTangentSpace, canonical_gauge, from_matrix
-from tests import oracle
-from tests.points import ALL, MANIFOLDS, carry, cases, close, metrics, two_points
+from tests.support import oracle
+from tests.support.points import ALL, MANIFOLDS, carry, cases, close, metrics, two_points
 
 # -- gauge ------------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import torch
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from quotient_manifolds.linalg import NotFiniteError
 from quotient_manifolds.testing import check_manifold
-from tests.broken_manifolds import Base
-from tests.extent import EXHAUSTIVE, checkered, share
+from tests.support.broken_manifolds import Base
+from tests.support.extent import EXHAUSTIVE, checkered, share
 
 # -- properties -------------------------------------------------------------------------------------------------------
 

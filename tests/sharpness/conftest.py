@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import move_
-from tests import networks
-from tests.snapshots import MODELS
-from tests.sweeps import MODULE
+from tests.support import networks
+from tests.support.snapshots import MODELS
+from tests.support.sweeps import MODULE
 
 
 @pytest.fixture(scope="module")

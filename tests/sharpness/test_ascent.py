@@ -10,7 +10,7 @@ from reproduction.additive import AdditiveMeasure
 from sharpness import Measure
 from sharpness import ascent as arithmetic
 from sharpness.ascent import auto_pgd, checkpoints, norm, power
-from tests.functions import into, problem, shifted
+from tests.support.functions import into, problem, shifted
 
 
 def plain_auto_pgd(f, start, radius, steps):

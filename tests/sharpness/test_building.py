@@ -28,9 +28,9 @@ from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
 from sharpness.building import trainable
 from sharpness.lengths import vector_lengths
-from tests import architectures, networks
-from tests.extent import EXHAUSTIVE, checkered, share
-from tests.whole_networks import BACKBONES, CAUSAL, SMALL, build, headed, heads, inputs, loss
+from tests.support import architectures, networks
+from tests.support.extent import EXHAUSTIVE, checkered, share
+from tests.support.whole_networks import BACKBONES, CAUSAL, SMALL, build, headed, heads, inputs, loss
 
 
 def worst(model, family, measure, **options):

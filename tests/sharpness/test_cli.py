@@ -28,8 +28,8 @@ from sharpness import MEASURES, cli, evaluate
 from sharpness.errors import painted
 from sharpness.models import load
 from sharpness.results import REFERENCE
-from tests import command_line, networks, spread, whole_networks
-from tests.command_line import commands
+from tests.support import command_line, networks, spread, whole_networks
+from tests.support.command_line import commands
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -79,9 +79,9 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     out = tmp_path / "out.json"
     arguments = [
-        "run", "tests.spread:model", str(tmp_path / "data.safetensors"), "--checkpoint", str(tmp_path / "weights.pt"),
-        "--rho", "0.1", "--batch-size", "4", "--batches", "2", "--quiet", "--out", str(out), "--measure", "adaptive",
-        "gradient-norm",
+        "run", "tests.support.spread:model", str(tmp_path / "data.safetensors"),
+        "--checkpoint", str(tmp_path / "weights.pt"), "--rho", "0.1", "--batch-size", "4", "--batches", "2",
+        "--quiet", "--out", str(out), "--measure", "adaptive", "gradient-norm",
     ]  # fmt: skip
     with pytest.raises(SystemExit) as caught:
         cli.main(["run", "--help"])
@@ -100,7 +100,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     result = evaluate(model, batches, measure="adaptive", rho=0.1)
     assert found["sharpness"]["0.1"] == float(result)
     # What makes the number citable: the command, versions, and digests that follow the contents.
-    assert written["command"].startswith("sharpness run tests.spread:model")
+    assert written["command"].startswith("sharpness run tests.support.spread:model")
     assert written["versions"]["torch"] == torch.__version__.partition("+")[0]
     digests = written["model"]["digest"], written["data"]["digest"]
     torch.save({k: v + 1 for k, v in model.state_dict().items()}, tmp_path / "weights.pt")
@@ -120,8 +120,8 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sharpness.study.plan.of_model", refuse)
     arguments = [
         "run",
-        "tests.spread:model",
-        "tests.spread:batches",
+        "tests.support.spread:model",
+        "tests.support.spread:batches",
         "--measure",
         "adaptive",
         "--rho",
@@ -149,11 +149,11 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "data", "words"),
     [
-        ("tests.spread:nothing", "tests.spread:batches", "not an importable module:function"),
-        ("tests.spread:batches", "tests.spread:batches", "returned list, not a torch module"),
-        ("tests.spread:model", "nowhere.safetensors", "there is no data at nowhere.safetensors"),
-        ("no-such-model", "tests.spread:batches", "nor module:function"),
-        ("test_vit", "tests.spread:batches", "names an architecture without weights; give them as checkpoint"),
+        ("tests.support.spread:nothing", "tests.support.spread:batches", "not an importable module:function"),
+        ("tests.support.spread:batches", "tests.support.spread:batches", "returned list, not a torch module"),
+        ("tests.support.spread:model", "nowhere.safetensors", "there is no data at nowhere.safetensors"),
+        ("no-such-model", "tests.support.spread:batches", "nor module:function"),
+        ("test_vit", "tests.support.spread:batches", "names an architecture without weights; give them as checkpoint"),
     ],
 )
 def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
@@ -187,15 +187,17 @@ def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
 def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
     with pytest.raises(SystemExit):
-        cli.main(["symmetries", "tests.spread:model", "tests.spread:batches"])
+        cli.main(["symmetries", "tests.support.spread:model", "tests.support.spread:batches"])
     said = capsys.readouterr().err
-    assert "unrecognized arguments: tests.spread:batches; see sharpness symmetries --help" in said
+    assert "unrecognized arguments: tests.support.spread:batches; see sharpness symmetries --help" in said
 
     def unknown(*_, **__):
         raise UnknownAttentionError("encoder", nn.Linear, "softmax")
 
     monkeypatch.setattr("sharpness.study.run.statistic_of", unknown)
-    assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--rho", "0.1", "--quiet"]) == 2
+    assert (
+        cli.main(["run", "tests.support.spread:model", "tests.support.spread:batches", "--rho", "0.1", "--quiet"]) == 2
+    )
     assert 'or use measure="adaptive", which needs none\n' in capsys.readouterr().err
 
 
@@ -204,13 +206,26 @@ def test_the_report_of_a_run(tmp_path, capsys, monkeypatch):
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(Path(__file__).parent)
     out, report = tmp_path / "out.json", tmp_path / "report.html"
-    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out), "--report"]
+    arguments = [
+        "run",
+        "tests.support.spread:model",
+        "tests.support.spread:batches",
+        "--quiet",
+        "--out",
+        str(out),
+        "--report",
+    ]
     assert cli.main([*arguments, str(report), "--measure", "geodesic-inv", "adaptive", "gradient-norm"]) == 0
     lines = capsys.readouterr().out.splitlines()
     page = html.unescape(report.read_text(encoding="utf-8"))
     assert page.count('" src="data:image/png;base64,') == 4
     assert "http" not in page
-    for said in (*lines[:1], *lines[-4:-1], '"command": "sharpness run tests.spread:model', "Search(steps=20, "):
+    for said in (
+        *lines[:1],
+        *lines[-4:-1],
+        '"command": "sharpness run tests.support.spread:model',
+        "Search(steps=20, ",
+    ):
         assert said in page
     assert len(json.loads(out.read_text(encoding="utf-8"))["results"]) == 3
     # What is wrong is known before any measure takes its time.
@@ -234,7 +249,7 @@ def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
     monkeypatch.setattr("sharpness.plots.plot_profile", too_flat)
     out, report = tmp_path / "out.json", tmp_path / "report.html"
-    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
+    arguments = ["run", "tests.support.spread:model", "tests.support.spread:batches", "--quiet", "--out", str(out)]
     assert cli.main([*arguments, "--report", str(report)]) == 0
     assert "no figures of geodesic-inv: too flat" in report.read_text(encoding="utf-8")
     assert len(json.loads(out.read_text(encoding="utf-8"))["results"]) == 1
@@ -245,7 +260,7 @@ def test_several_measures_end_in_one_table(capsys, monkeypatch):
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(Path(__file__).parent)
     measures = ["geodesic-inv", "adaptive", "gradient-norm"]
-    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--measure", *measures]
+    arguments = ["run", "tests.support.spread:model", "tests.support.spread:batches", "--quiet", "--measure", *measures]
     assert cli.main([*arguments, "--rho", "0.1", "0.2"]) == 0
     printed = capsys.readouterr().out
     head, *rows = printed.splitlines()[-5:]
@@ -307,7 +322,15 @@ def test_the_number_stands_beside_reference_values(capsys, monkeypatch):
         assert {row["rho"] for row in rows if row["measure"] == name} == {MEASURES[name].rho}
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(Path(__file__).parent)
-    run = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--measure", "adaptive", "--rho"]
+    run = [
+        "run",
+        "tests.support.spread:model",
+        "tests.support.spread:batches",
+        "--quiet",
+        "--measure",
+        "adaptive",
+        "--rho",
+    ]
     assert cli.main([*run, "0.5", "0.2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [i for i, line in enumerate(lines) if "0.02 to 0.29 nats at this radius in five small models" in line] == [2]
@@ -390,7 +413,7 @@ def test_colours_only_where_somebody_sees_them(monkeypatch):
 
 def test_the_reference_is_that_of_the_parser():
     assert command_line.PAGE.read_text(encoding="utf-8") == "\n".join(command_line.reference()), (
-        "python -m tests.command_line"
+        "python -m tests.support.command_line"
     )
     titles = re.findall("^##+ (.*)$", command_line.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     known = [p.prog for top in (cli.parser(), lora_command._parser()) for _, p in commands(top)][1:]

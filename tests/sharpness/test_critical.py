@@ -10,7 +10,7 @@ from torch import nn
 from quotient_manifolds.optim import QuotientSGD
 from quotient_manifolds.symmetries import find, move_
 from sharpness import critical_sharpness
-from tests import networks
+from tests.support import networks
 
 X, Y = torch.randn(24, 5, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 

@@ -14,8 +14,8 @@ import sharpness
 from sharpness import cli
 from sharpness.data import DataChoice, Examples, is_sorted
 from sharpness.models import LoadedModel, load
-from tests import networks, tiny
-from tests.pictures import COLOUR, GREY, MEAN, STD, Words, opened, png, transform
+from tests.support import networks, tiny
+from tests.support.pictures import COLOUR, GREY, MEAN, STD, Words, opened, png, transform
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, capsys):
     (remark,) = found.remarks
     assert f"6 of the 13 files of {folder} are left out, such as .ipynb_checkpoints/0.png: they are hidden" in remark
     torch.set_default_dtype(torch.float32)
-    command = ["run", "tests.pictures:picture_network", str(folder), "--measure", "adaptive", "--rho", "0.1"]
+    command = ["run", "tests.support.pictures:picture_network", str(folder), "--measure", "adaptive", "--rho", "0.1"]
     command += ["--steps", "1", "--quiet"]
     assert cli.main(command) == 0
     assert remark in capsys.readouterr().out
@@ -156,10 +156,20 @@ def test_the_models_own_numbers_of_classes(folder):
 @pytest.mark.filterwarnings("ignore")
 def test_run_on_images(folder, capsys):
     torch.set_default_dtype(torch.float32)
-    command = ["run", "tests.pictures:flat", str(folder), "--measure", "adaptive", "--rho", "0.05", "--steps", "2"]
+    command = [
+        "run",
+        "tests.support.pictures:flat",
+        str(folder),
+        "--measure",
+        "adaptive",
+        "--rho",
+        "0.05",
+        "--steps",
+        "2",
+    ]
     assert cli.main([*command, "--quiet"]) == 2
     assert "does not say how to prepare them; give it an image_transform" in capsys.readouterr().err
-    assert cli.main(["run", "tests.pictures:picture_network", *command[2:], "--quiet"]) == 0
+    assert cli.main(["run", "tests.support.pictures:picture_network", *command[2:], "--quiet"]) == 0
     assert "nats at ρ = 0.05 (adaptive)" in capsys.readouterr().out
 
 
@@ -572,7 +582,7 @@ LANGUAGE = {
 def language_model(kind, folder, *, padding):
     import transformers
 
-    from tests.texts import wordpiece
+    from tests.support.texts import wordpiece
 
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
@@ -618,7 +628,7 @@ DECODERS = ["gpt2", "llama", "gemma", "cohere", "qwen2", "mistral", "phi", "opt"
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory):
     """Folders of a tokenizer that pads at the left and of one that pads at the right, and texts one at a time."""
-    from tests.texts import wordpiece
+    from tests.support.texts import wordpiece
 
     tokenizer, folders, texts = wordpiece(TEXTS, 60, length=24), [], [f"{text} [SEP]" for text in TEXTS[:3]]
     for tokenizer.padding_side in ("right", "left"):
@@ -697,7 +707,7 @@ def test_inputs_are_cut_or_refused(tmp_path):
     """A tokenizer does not cut to fewer tokens than its special ones, and did not say so."""
     from tokenizers.processors import BertProcessing
 
-    from tests.texts import wordpiece
+    from tests.support.texts import wordpiece
 
     tokenizer = wordpiece(TEXTS, 60, length=24)
     ends = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[SEP]", "[CLS]")]
@@ -754,7 +764,7 @@ def test_texts_are_not_longer_than_the_models_positions(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_run_on_a_table(tmp_path, capsys):
-    from tests.texts import wordpiece
+    from tests.support.texts import wordpiece
 
     torch.set_default_dtype(torch.float32)
     table = tmp_path / "data.tsv"

@@ -13,8 +13,8 @@ import sharpness
 from quotient_manifolds.symmetries import find, move_, stacks
 from reproduction.rk4 import RungeKuttaMeasure
 from sharpness import plots
-from tests import networks
-from tests.snapshots import ALL, GEODESIC, assert_same, snapshot
+from tests.support import networks
+from tests.support.snapshots import ALL, GEODESIC, assert_same, snapshot
 
 
 @pytest.mark.parametrize("measure", ALL)

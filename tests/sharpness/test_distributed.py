@@ -10,8 +10,8 @@ from torch import nn
 import sharpness
 from sharpness import cli
 from sharpness.distributed import World, checksum
-from tests import spread
-from tests.processes import together
+from tests.support import spread
+from tests.support.processes import together
 
 
 def run(folder, *arguments, **environment):
@@ -25,7 +25,9 @@ def without_times(rows):
 
 def test_one_and_two_processes_give_identical_values(tmp_path):
     options = ["--measure", "geodesic-inv", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--steps", "5"]
-    done = run(tmp_path, "tests.spread:model", "tests.spread:batches", *options, "--out", tmp_path / "two.json")
+    done = run(
+        tmp_path, "tests.support.spread:model", "tests.support.spread:batches", *options, "--out", tmp_path / "two.json"
+    )
     assert done.codes == [0, 0], done.output
     assert [o.count("nats at ρ = 0.1 (geodesic-inv):\n    loss") for o in done.output] == [1, 0]  # one reports
     found = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["results"]
@@ -43,7 +45,7 @@ def test_one_and_two_processes_give_identical_values(tmp_path):
 def test_a_process_that_fails_ends_the_run(failure, tmp_path):
     start = time.monotonic()
     options = ["--measure", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--relative-tol", "0"]
-    done = run(tmp_path, "tests.spread:failing", "tests.spread:batches", *options, FAILURE=failure)
+    done = run(tmp_path, "tests.support.spread:failing", "tests.support.spread:batches", *options, FAILURE=failure)
     assert time.monotonic() - start < 120
     assert all(done.codes)  # nobody tells the first that the other is gone
     said = "process 1 failed with ValueError: the eighth pass failed" if failure == "error" else "another process"

@@ -23,8 +23,8 @@ from sharpness import LayerShare, LayerShares, cli, plots
 from sharpness.errors import naming, words_of
 from sharpness.files import atomic_write, check_apart, check_file, check_folder, write_json, write_text
 from sharpness.study.rows import write_results
-from tests import whole_networks
-from tests.studies import study
+from tests.support import whole_networks
+from tests.support.studies import study
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,21 +54,38 @@ def test_a_defect_shows_where_it_is(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "tests.spread:model", "tests.spread:batches", "--device", "cuda:9"], "the device 'cuda:9' cannot be"),
-        (["run", "tests.spread:model", "tests.spread:batches", "--out", "/nowhere/x.json"], "there is no folder"),
+        (
+            ["run", "tests.support.spread:model", "tests.support.spread:batches", "--device", "cuda:9"],
+            "the device 'cuda:9' cannot be",
+        ),
+        (
+            ["run", "tests.support.spread:model", "tests.support.spread:batches", "--out", "/nowhere/x.json"],
+            "there is no folder",
+        ),
         (["demo", "--out", "picture.foo"], "is not a figure: its name must end in"),
         (["sweep", "nowhere.json", "--out", "out"], "there is no configuration 'nowhere.json'"),
-        (["finetune", "tests.spread:model", "x", "--models", "0", "--out", "out"], "whole number of at least 1"),
         (
-            ["finetune", "tests.spread:model", "tests.spread:batches", "--test", "nope", "--out", "out"],
+            ["finetune", "tests.support.spread:model", "x", "--models", "0", "--out", "out"],
+            "whole number of at least 1",
+        ),
+        (
+            [
+                "finetune",
+                "tests.support.spread:model",
+                "tests.support.spread:batches",
+                "--test",
+                "nope",
+                "--out",
+                "out",
+            ],
             "there is no data at nope",
         ),
         (["toy", "--out", ""], "the path is empty"),
-        (["run", "bert-base-uncased", "tests.spread:batches"], "has an owner: owner/name"),
-        (["run", "tests.spread:model", "x.tsv"], "there is no data at x.tsv"),
-        (["run", "owner/name", "tests.spread:batches"], "HF_HUB_OFFLINE forbids to fetch it"),
-        (["run", "tests.spread:model", "owner/name/test"], "HF_HUB_OFFLINE forbids to fetch it"),
-        (["run", "./no/such/folder", "tests.spread:batches"], "there is no folder './no/such/folder'"),
+        (["run", "bert-base-uncased", "tests.support.spread:batches"], "has an owner: owner/name"),
+        (["run", "tests.support.spread:model", "x.tsv"], "there is no data at x.tsv"),
+        (["run", "owner/name", "tests.support.spread:batches"], "HF_HUB_OFFLINE forbids to fetch it"),
+        (["run", "tests.support.spread:model", "owner/name/test"], "HF_HUB_OFFLINE forbids to fetch it"),
+        (["run", "./no/such/folder", "tests.support.spread:batches"], "there is no folder './no/such/folder'"),
     ],
 )
 def test_what_is_wrong_is_known_before_the_work(arguments, words, capsys, monkeypatch, tmp_path):
@@ -145,7 +162,9 @@ def test_a_command_refuses_before_it_measures(place, capsys, monkeypatch, out):
     monkeypatch.setattr("sharpness.models.load", lambda *_, **__: pytest.fail("measured already"))
     before = {k: v for k, v in tree(place).items() if k != "pipe"}
     target = str(place / out) if out in ("mine", "link") else out
-    assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--out", target, "--quiet"]) == 2
+    assert (
+        cli.main(["run", "tests.support.spread:model", "tests.support.spread:batches", "--out", target, "--quiet"]) == 2
+    )
     assert "name a file" in capsys.readouterr().err
     assert {k: v for k, v in tree(place).items() if k != "pipe"} == before
 

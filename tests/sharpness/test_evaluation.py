@@ -16,10 +16,10 @@ from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
 from quotient_manifolds.symmetries import UnknownAttentionError, find, move_, stacks
 from quotient_manifolds.symmetries.registry import ByClass
 from sharpness import evaluation
-from tests import networks
-from tests.extent import EXHAUSTIVE, checkered
-from tests.measured import values
-from tests.snapshots import ALL, GEODESIC, assert_same, snapshot
+from tests.support import networks
+from tests.support.extent import EXHAUSTIVE, checkered
+from tests.support.measured import values
+from tests.support.snapshots import ALL, GEODESIC, assert_same, snapshot
 
 
 @pytest.mark.parametrize("measure", ALL)

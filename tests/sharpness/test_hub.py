@@ -18,9 +18,9 @@ from sharpness.hub_data import fetch_data
 from sharpness.models import load
 from sharpness.study.rows import job_key
 from sharpness.sweeps import plan_of
-from tests import local_hub, networks
-from tests.small_clip import SMALL
-from tests.texts import wordpiece
+from tests.support import local_hub, networks
+from tests.support.small_clip import SMALL
+from tests.support.texts import wordpiece
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -19,8 +19,8 @@ import sharpness
 from quotient_manifolds.symmetries import move_
 from sharpness.losses import Objective, default_loss
 from sharpness.study.run import _loss_and_error
-from tests import networks
-from tests.extent import share
+from tests.support import networks
+from tests.support.extent import share
 
 
 def masked_language_model():

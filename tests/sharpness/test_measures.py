@@ -13,7 +13,7 @@ from reproduction.adaptive_norm import AdaptiveNormMeasure
 from reproduction.additive import AdditiveMeasure
 from reproduction.rk4 import RungeKuttaMeasure, RungeKuttaPatch
 from sharpness import MEASURES, get_measure, plots
-from tests.measured import values
+from tests.support.measured import values
 
 
 class FineMeasure(RungeKuttaMeasure):

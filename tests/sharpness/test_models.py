@@ -18,9 +18,9 @@ from sharpness import cli
 from sharpness.checkpoints import load_state_dict
 from sharpness.data import DataChoice
 from sharpness.models import LoadedModel, image_transform, load
-from tests import architectures, networks
-from tests.extent import EXHAUSTIVE
-from tests.small_clip import fine_tuned, name_small_models
+from tests.support import architectures, networks
+from tests.support.extent import EXHAUSTIVE
+from tests.support.small_clip import fine_tuned, name_small_models
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -283,7 +283,7 @@ def test_a_soups_checkpoint(tmp_path, monkeypatch):
     expected, path = fine_tuned().eval(), tmp_path / "model_0.pt"
     state = {"module." + k: v.half() for k, v in networks.shake(expected).state_dict().items()}
     torch.save(state, path)
-    loaded = load("tests.small_clip:fine_tuned", str(path))
+    loaded = load("tests.support.small_clip:fine_tuned", str(path))
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.allclose(loaded.model(x), expected(x), atol=1e-2)
@@ -292,7 +292,7 @@ def test_a_soups_checkpoint(tmp_path, monkeypatch):
     assert torch.allclose(loaded.transform(Image.new("RGB", (40, 50), "white")), white[:, None, None].expand(3, 32, 32))
     torch.save({**state, "module.model.visual.proj": torch.zeros(3, 3)}, path)
     with pytest.raises(ValueError, match="are not those of FineTuned"):
-        load("tests.small_clip:fine_tuned", str(path))
+        load("tests.support.small_clip:fine_tuned", str(path))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -331,7 +331,7 @@ def test_some_of_the_classes_of_imagenet(tmp_path):
 @pytest.mark.parametrize(("own", "longest"), [(None, 16), (12, 12)])
 def test_texts_are_cut_where_the_positions_of_the_model_end(own, longest, tmp_path):
     """Unless the tokenizer says where; transformers gives one that does not say 1e30 tokens."""
-    from tests.texts import wordpiece
+    from tests.support.texts import wordpiece
 
     networks.bert(layers=1).save_pretrained(tmp_path)
     wordpiece(["a", "b"], 20, length=own).save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ from torch import nn
 import sharpness
 from sharpness import MEASURES, get_measure, measured
 from sharpness.monitor import Monitor
-from tests.networks import Encoder, tokens
+from tests.support.networks import Encoder, tokens
 
 EVERY = ["geodesic-inv", "adaptive@0.2", "gradient-norm", "euclidean-hessian", "critical", "critical-relative"]
 

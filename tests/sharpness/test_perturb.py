@@ -18,9 +18,9 @@ from quotient_manifolds import weights as module
 from quotient_manifolds.networks import quiet
 from sharpness import curvature, plots
 from sharpness.space import Evidence
-from tests import networks
-from tests.extent import EXHAUSTIVE
-from tests.snapshots import ALL, assert_same, snapshot
+from tests.support import networks
+from tests.support.extent import EXHAUSTIVE
+from tests.support.snapshots import ALL, assert_same, snapshot
 
 
 class Interrupt:

@@ -10,8 +10,8 @@ from torch import nn
 
 import sharpness
 from sharpness import LayerShare, LayerShares, plots
-from tests import networks
-from tests.processes import together
+from tests.support import networks
+from tests.support.processes import together
 
 
 def drawn_with_own_settings():

@@ -13,10 +13,9 @@ import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from sharpness import plots, points
 from sharpness.space import WeightSpace
-from tests import networks
-
-from ..extent import share
-from ..manifolds import CASES, Problem, data_of, dense_basis, loss, oracle, point, real, retraction
+from tests.support import networks
+from tests.support.extent import share
+from tests.support.manifolds import CASES, Problem, data_of, dense_basis, loss, oracle, point, real, retraction
 
 NAMES = pytest.mark.parametrize("name", CASES)
 #: geoopt's ``dist`` is not the length in its ``inner`` here.

@@ -14,8 +14,8 @@ from quotient_manifolds.symmetries.stacks import coverage
 from sharpness import LayerShare, LayerShares
 from sharpness.direction import PARTS, NetworkParts, _layer
 from sharpness.results import settings
-from tests import networks
-from tests.whole_networks import build, inputs, loss
+from tests.support import networks
+from tests.support.whole_networks import build, inputs, loss
 
 
 def test_table_json_and_directions(tmp_path):

@@ -13,8 +13,8 @@ import sharpness
 from quotient_manifolds.optim import QuotientAdam, QuotientSGD, create_quotient_optimizer
 from quotient_manifolds.symmetries import find, move_
 from sharpness import GeodesicSAM
-from tests.extent import checkered
-from tests.networks import Encoder, bert, shake, vit
+from tests.support.extent import checkered
+from tests.support.networks import Encoder, bert, shake, vit
 
 LABELS = torch.arange(6) % 3
 MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "euclidean"]

@@ -10,8 +10,8 @@ from quotient_manifolds.weights import weights_of
 from sharpness import cli
 from sharpness.models import LoadedModel
 from sharpness.sameness import _reordered, judge
-from tests.extent import share
-from tests.whole_networks import FAMILIES, build, inputs, random_element
+from tests.support.extent import share
+from tests.support.whole_networks import FAMILIES, build, inputs, random_element
 
 
 def moved(model):

@@ -25,9 +25,9 @@ from quotient_manifolds.symmetries import (
 )
 from reproduction.additive import AdditiveMeasure
 from sharpness.sharded import ShardedSpace, ShardedState, Shards
-from tests import networks, sharded, training
-from tests.extent import EXHAUSTIVE
-from tests.processes import together
+from tests.support import networks, sharded, training
+from tests.support.extent import EXHAUSTIVE
+from tests.support.processes import together
 
 #: How the last of two processes fails.
 WAYS = ("error", "interrupt", "kill")

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 import sharpness
 from quotient_manifolds.symmetries import GL, Symmetries, find, move_, pair, slot, stacks
 from sharpness.measures import MEASURES
-from tests import networks
-from tests.architectures import transformers_model
-from tests.snapshots import GEODESIC
+from tests.support import networks
+from tests.support.architectures import transformers_model
+from tests.support.snapshots import GEODESIC
 
 
 def test_frozen_pairs_and_partly_covered_parameters_count_elementwise():

@@ -22,10 +22,10 @@ from sharpness import MEASURES, HessianOperator, WeightSpace, cli, lanczos
 from sharpness.curvlinops import PushForward, RiemannianHessian
 from sharpness.losses import Objective
 from sharpness.spectra import _product
-from tests import networks
-from tests.extent import checkered
-from tests.networks import Encoder, shake, tokens
-from tests.whole_networks import _stay_double
+from tests.support import networks
+from tests.support.extent import checkered
+from tests.support.networks import Encoder, shake, tokens
+from tests.support.whole_networks import _stay_double
 
 
 class OnStiefel(nn.Module):

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import sharpness
 import sharpness.lightning
 import sharpness.transformers
-from tests.networks import Encoder, bert, tokens
+from tests.support.networks import Encoder, bert, tokens
 
 QUANTITIES = ["geodesic-inv", "gradient-norm", "euclidean-hessian", "critical", "critical-relative"]
 STEPS = 6

@@ -18,8 +18,7 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.registry import ByClass, candidates
 from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, possible_heads, proposals, roles_of
-
-from ... import networks, zoo
+from tests.support import networks, zoo
 
 
 def null_dimension(module, run, tolerance):

@@ -28,10 +28,10 @@ from quotient_manifolds.symmetries import (
 from quotient_manifolds.symmetries.certificate import broken, change, move_stacks_
 from quotient_manifolds.symmetries.registry import ByClass
 from quotient_manifolds.weights import weights_of
-from tests import networks
-from tests.architectures import IDS, transformers_model
-from tests.extent import share
-from tests.points import close
+from tests.support import networks
+from tests.support.architectures import IDS, transformers_model
+from tests.support.extent import share
+from tests.support.points import close
 
 
 def gradients_of(model, loss):

@@ -33,10 +33,9 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.registry import _HANDLERS, ByClass
 from quotient_manifolds.weights import weights_of
-
-from ... import networks
-from ...architectures import change, transformers_model, without_first_row
-from .test_registry import Mystery
+from tests.quotient_manifolds.symmetries.test_registry import Mystery
+from tests.support import networks
+from tests.support.architectures import change, transformers_model, without_first_row
 
 
 def test_pairs_that_share_a_slot_are_merged():

@@ -31,9 +31,8 @@ from quotient_manifolds.symmetries.placing import placing
 from quotient_manifolds.symmetries.registry import ByClass
 from quotient_manifolds.symmetries.roles import proposals, roles_of
 from quotient_manifolds.weights import weights_of
-
-from ... import architectures, networks, zoo
-from ...extent import EXHAUSTIVE, share
+from tests.support import architectures, networks, zoo
+from tests.support.extent import EXHAUSTIVE, share
 
 #: One line an architecture: library, name, group on queries and keys, on values and outputs.
 TABLE = Path(__file__).parents[3] / "docs/tables/architectures.csv"

@@ -12,9 +12,9 @@ from torch import nn
 
 from quotient_manifolds.symmetries import ALL, Symmetries, canonical_form, find, from_json, moved_weights, to_json
 from quotient_manifolds.symmetries.whole import State
-from tests import architectures
-from tests.extent import share
-from tests.whole_networks import FAMILIES, build, forward, inputs
+from tests.support import architectures
+from tests.support.extent import share
+from tests.support.whole_networks import FAMILIES, build, forward, inputs
 
 
 def outputs(model, batch):

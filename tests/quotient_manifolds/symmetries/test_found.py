@@ -27,10 +27,9 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.certificate import move_stacks_
 from quotient_manifolds.weights import weights_of
-
-from ... import networks
-from ...architectures import TRANSFORMERS, adapted, bert_and_batch, transformers_model
-from ...whole_networks import CAUSAL, SMALL
+from tests.support import networks
+from tests.support.architectures import TRANSFORMERS, adapted, bert_and_batch, transformers_model
+from tests.support.whole_networks import CAUSAL, SMALL
 
 
 def encoder():

@@ -22,7 +22,7 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.kinds import Length
-from tests.whole_networks import normalised
+from tests.support.whole_networks import normalised
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no adapter describes")
 #: Dimensions that the convolution and the last layer keep in their lengths, and how many lengths these have.

@@ -14,10 +14,9 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.lora import adapter_of, lora_layers
 from quotient_manifolds.weights import weights_of
-
-from ... import architectures, networks
-from ...architectures import adapted, bert_and_batch, gpt2_and_batch
-from .test_certificate import gradients_of
+from tests.quotient_manifolds.symmetries.test_certificate import gradients_of
+from tests.support import architectures, networks
+from tests.support.architectures import adapted, bert_and_batch, gpt2_and_batch
 
 
 class Convolutions(nn.Module):

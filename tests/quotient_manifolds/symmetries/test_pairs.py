@@ -31,9 +31,8 @@ from quotient_manifolds.symmetries import (
 from quotient_manifolds.symmetries.pairs import merged, refused
 from quotient_manifolds.symmetries.placing import _without_sharing
 from quotient_manifolds.weights import weights_of
-
-from ... import architectures, networks
-from ...architectures import adapted, bert_and_batch
+from tests.support import architectures, networks
+from tests.support.architectures import adapted, bert_and_batch
 
 
 def test_scatter_into_a_strided_parameter():

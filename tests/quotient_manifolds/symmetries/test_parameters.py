@@ -25,9 +25,8 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.points import Point
 from sharpness.patches import PairPatch
-
-from ...architectures import TRANSFORMERS, adapted, open_clip_model, timm_model, transformers_model
-from ...extent import checkered
+from tests.support.architectures import TRANSFORMERS, adapted, open_clip_model, timm_model, transformers_model
+from tests.support.extent import checkered
 
 
 def encoder():

@@ -31,10 +31,9 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.registry import _HANDLERS, KNOWN
-
-from ... import architectures, networks, zoo
-from ...architectures import change, without_first_row
-from ...extent import EXHAUSTIVE, share
+from tests.support import architectures, networks, zoo
+from tests.support.architectures import change, without_first_row
+from tests.support.extent import EXHAUSTIVE, share
 
 #: Every architecture with one implementation of attention; with each that it has, if exhaustive.
 CASES = [

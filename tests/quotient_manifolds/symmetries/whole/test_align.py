@@ -12,9 +12,9 @@ from quotient_manifolds.symmetries.whole import (
 from quotient_manifolds.symmetries.whole.align import KINDS
 from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
 from quotient_manifolds.symmetries.whole.units import Cell, Part, acted
-from tests import networks
-from tests.extent import EXHAUSTIVE, share
-from tests.whole_networks import (
+from tests.support import networks
+from tests.support.extent import EXHAUSTIVE, share
+from tests.support.whole_networks import (
     BACKBONES,
     FAMILIES,
     build,

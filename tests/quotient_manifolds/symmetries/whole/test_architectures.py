@@ -13,9 +13,19 @@ from quotient_manifolds.symmetries.whole import (
     wiring_of,
 )
 from quotient_manifolds.weights import weights_of
-from tests import architectures
-from tests.extent import EXHAUSTIVE, share
-from tests.whole_networks import BACKBONES, TIMM, TRANSFORMERS, build, by_kind, count, headed, heads, symmetries_of
+from tests.support import architectures
+from tests.support.extent import EXHAUSTIVE, share
+from tests.support.whole_networks import (
+    BACKBONES,
+    TIMM,
+    TRANSFORMERS,
+    build,
+    by_kind,
+    count,
+    headed,
+    heads,
+    symmetries_of,
+)
 
 NETWORKS = [(f, n) for f, (*_, usual) in BACKBONES.items() for n in (heads(f) if EXHAUSTIVE else [usual])]
 

@@ -11,9 +11,19 @@ from quotient_manifolds.symmetries import ALL, Cause, canonical_form, canonicali
 from quotient_manifolds.symmetries.canonical import write_values
 from quotient_manifolds.symmetries.whole import State, register_wiring, wiring_of
 from quotient_manifolds.weights import weights_of
-from tests import networks
-from tests.extent import share
-from tests.whole_networks import FAMILIES, build, by_kind, count, folded, forward, inputs, outside, symmetries_of
+from tests.support import networks
+from tests.support.extent import share
+from tests.support.whole_networks import (
+    FAMILIES,
+    build,
+    by_kind,
+    count,
+    folded,
+    forward,
+    inputs,
+    outside,
+    symmetries_of,
+)
 
 
 def verified(model, batch, forward=default_forward, classes=False):

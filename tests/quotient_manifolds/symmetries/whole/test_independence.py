@@ -8,7 +8,7 @@ from torch import nn
 
 from quotient_manifolds.symmetries import move_
 from quotient_manifolds.symmetries.whole import independence, independence_test
-from tests.whole_networks import build, outside, random_element
+from tests.support.whole_networks import build, outside, random_element
 
 
 def drawn(seed, neurons=40, width=8):

@@ -26,8 +26,8 @@ from quotient_manifolds.symmetries.canonical import canonical_form, write_values
 from quotient_manifolds.symmetries.kinds import Scale
 from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import weights_of
-from tests.extent import EXHAUSTIVE, checkered, share
-from tests.whole_networks import BACKBONES, FAMILIES, build, folded, forward, headed, inputs, symmetries_of
+from tests.support.extent import EXHAUSTIVE, checkered, share
+from tests.support.whole_networks import BACKBONES, FAMILIES, build, folded, forward, headed, inputs, symmetries_of
 
 #: LayerScale, shifts that the next sublayer takes back, a bias for each of several readers, tied words, norms of
 #: queries and keys.

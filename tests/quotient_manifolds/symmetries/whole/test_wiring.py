@@ -21,8 +21,8 @@ from quotient_manifolds.symmetries.whole import (
     wiring_of,
 )  # fmt: skip
 from quotient_manifolds.weights import naming, weights_of
-from tests import networks
-from tests.whole_networks import build, folded, forward, inputs
+from tests.support import networks
+from tests.support.whole_networks import build, folded, forward, inputs
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from sharpness.ascent import gram_matrix
 from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measuring import attached_space
-from tests import networks
-from tests.extent import EXHAUSTIVE
+from tests.support import networks
+from tests.support.extent import EXHAUSTIVE
 
 MEASURES = ("adaptive", "euclidean", "geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
 

@@ -10,9 +10,8 @@ from torch import nn
 from quotient_manifolds.optim import QuotientAdam, QuotientMuon, QuotientOptimizer, QuotientSGD, rules
 from quotient_manifolds.optim.metric import Gradient, StepMetric
 from quotient_manifolds.symmetries import adapter_pairs, factor_pair
-
-from ..training import lora, loss_of, train, trained
-from .test_optim_laws import exact_inverse_root, polar, root
+from tests.quotient_manifolds.optim.test_optim_laws import exact_inverse_root, polar, root
+from tests.support.training import lora, loss_of, train, trained
 
 SCALE, LR = 1.7, 0.05
 OPTIONS = {"adam": {"betas": (0.8, 0.95), "eps": 1e-3}, "muon": {"momentum": 0.7}, "sgd": {"momentum": 0.6}}

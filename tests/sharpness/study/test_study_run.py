@@ -18,12 +18,12 @@ from torch import nn
 
 from sharpness import cli
 from sharpness.study import plan, read_config, read_results, read_rows, run_sweep
-from tests import networks
-from tests.extent import EXHAUSTIVE
-from tests.pictures import picture_network
-from tests.processes import forked
-from tests.small_clip import fine_tuned, name_small_models
-from tests.sweeps import rows_of
+from tests.support import networks
+from tests.support.extent import EXHAUSTIVE
+from tests.support.pictures import picture_network
+from tests.support.processes import forked
+from tests.support.small_clip import fine_tuned, name_small_models
+from tests.support.sweeps import rows_of
 
 
 def test_finished_jobs_are_not_done_again(place, monkeypatch):
@@ -282,7 +282,7 @@ class Payload:
 
 @pytest.mark.filterwarnings("ignore")
 def test_bert_folders_good_and_bad(place, capsys):
-    from tests.texts import wordpiece
+    from tests.support.texts import wordpiece
 
     words = ["good film", "bad film", "dull film"] * 3
     names = {"good": 0, "bad": 1, "dull": 2}
@@ -334,8 +334,8 @@ def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
     for c, shade in (("cat", 40), ("dog", 200)):
         (place / "pictures" / c).mkdir(parents=True)
         Image.new("RGB", (32, 32), (shade, 90, 10)).save(place / "pictures" / c / "0.png")
-    config = {"checkpoints": [{"path": "soups/*.pt", "model": "tests.small_clip:fine_tuned"}], "data": "pictures",
-              "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
+    config = {"checkpoints": [{"path": "soups/*.pt", "model": "tests.support.small_clip:fine_tuned"}],
+              "data": "pictures", "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
     (place / "soups.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
     rows = rows_of("s", "soups.json")
@@ -360,7 +360,10 @@ def test_data_that_cannot_be_read_is_said_once(place, capsys):
     measures = ", ".join(config["measures"])
     assert said[0] == f"failed: net0.pt (fit, {measures}): {lines[0].removeprefix('sharpness: net0.pt: ')}"
     torch.save(picture_network().state_dict(), "pictures.pt")
-    config |= {"checkpoints": [{"path": "pictures.pt", "model": "tests.pictures:picture_network"}], "data": "empty"}
+    config |= {
+        "checkpoints": [{"path": "pictures.pt", "model": "tests.support.pictures:picture_network"}],
+        "data": "empty",
+    }
     (place / "empty" / "cat").mkdir(parents=True)
     (place / "bad.json").write_text(json.dumps(config), encoding="utf-8")
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1

@@ -1,7 +1,7 @@
 """What the packages say of every architecture: right, refused with a reason, wrong, or a crash.
 
-``python -m tests.verdicts FILE`` judges every model in a process of its own, writes one JSON line each, and goes on
-where an earlier call ended; ``--table`` writes the counts of FILE into docs/tables/verdicts.csv.
+``python -m tests.support.verdicts FILE`` judges every model in a process of its own, writes one JSON line each, and
+goes on where an earlier call ended; ``--table`` writes the counts of FILE into docs/tables/verdicts.csv.
 """
 
 import argparse
@@ -23,10 +23,9 @@ from quotient_manifolds.passes import Wide, default_forward, floats
 from quotient_manifolds.symmetries import Cause, UnknownAttentionError, check_coverage, find, stacks
 from quotient_manifolds.symmetries.certificate import move_stacks_
 from quotient_manifolds.weights import weights_of
+from tests.support import tiny
 
-from . import tiny
-
-TABLE = Path(__file__).parents[1] / "docs/tables/verdicts.csv"
+TABLE = Path(__file__).parents[2] / "docs/tables/verdicts.csv"
 MEASURES = ("geodesic-inv", "complete-inv")
 #: Seconds of processor time for one model.
 LIMIT = 120

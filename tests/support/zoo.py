@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from . import architectures, networks
+from tests.support import architectures, networks
 
 #: What makes a configuration of transformers small, wherever it has such an entry and a larger value.
 _SMALL = {

@@ -1,6 +1,6 @@
 """Seeded cases of what a user can get wrong: a small world on disk, a few mutations, one command or call.
 
-``python -m tests.fuzzing [CASES [SURFACE [NUMBER]]]`` runs cases and counts what failed.
+``python -m tests.support.fuzzing [CASES [SURFACE [NUMBER]]]`` runs cases and counts what failed.
 """
 
 import argparse
@@ -37,8 +37,7 @@ from quotient_manifolds import optim, symmetries, testing
 from reproduction import cli as laboratory
 from sharpness import checkpoints, cli, data, measures, models, plots, study
 from sharpness.files import read_table
-
-from . import docs_world, networks
+from tests.support import docs_world, networks
 
 PACKAGES = {"quotient_manifolds", "sharpness"}
 # fmt: off

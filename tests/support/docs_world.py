@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .networks import bert, shake
+from tests.support.networks import bert, shake
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 #: Words of one class, of the other, and of none.
 WORDS = ["good", "fine", "great", "bad", "poor", "weak", "film", "plot", "a", "the", "was", "is"]
 
@@ -30,7 +30,7 @@ def table(path, count, header="sentence\tlabel\n", seed=0):
 def small_bert(folder):
     from transformers import BertConfig, BertForSequenceClassification
 
-    from tests.texts import wordpiece
+    from tests.support.texts import wordpiece
 
     config = BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=60,
@@ -120,7 +120,7 @@ def build(folder):
     for name in ("soups/model_0.pt", "train/cat/0.png", "test/cat/0.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    shutil.copy(ROOT / "tests" / "networks.py", folder / "networks.py")
+    shutil.copy(ROOT / "tests" / "support" / "networks.py", folder / "networks.py")
     (folder / "mine.py").write_text(MINE, encoding="utf-8")
     for seed, name in enumerate(("adapter_a", "adapter_b")):
         adapter(folder / name, folder / "path/to/bert", seed)
@@ -141,7 +141,7 @@ def taken_for_granted(page):
         lora = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["query"]))
         return {"model": lora, "base": base, "peft": peft}
     if page.startswith("docs/guides") or page in ("docs/howto/sam.md", "docs/results/pretraining.md"):
-        from . import networks
+        from tests.support import networks
 
         class MyAttention(torch.nn.Module):
             """Named by the page."""

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from quotient_manifolds.adapters import Adapter, merging
-
-from ..adapter_variants import CASES, VARIANTS, WEIGHTS, error
+from tests.support.adapter_variants import CASES, VARIANTS, WEIGHTS, error
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about layers, adapters and options that it does not like
 
-TABLE = Path(__file__).parents[2] / "docs/tables/adapter_identity.csv"
+TABLE = Path(__file__).parents[3] / "docs/tables/adapter_identity.csv"
 OURS = ("folders", "memory")
 
 

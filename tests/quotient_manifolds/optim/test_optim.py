@@ -48,9 +48,21 @@ from quotient_manifolds.symmetries.certificate import Certification
 from quotient_manifolds.symmetries.pairs import refused
 from quotient_manifolds.symmetries.slots import random_elements
 from quotient_manifolds.weights import weights_of
-
-from ..networks import bert
-from ..training import KINDS, X, Y, apart, lora, loss_of, moved, optimizer_of, point, train, trainable, trained
+from tests.support.networks import bert
+from tests.support.training import (
+    KINDS,
+    X,
+    Y,
+    apart,
+    lora,
+    loss_of,
+    moved,
+    optimizer_of,
+    point,
+    train,
+    trainable,
+    trained,
+)
 
 
 @pytest.mark.parametrize("full_rank", [True, False], ids=["full-rank", "B=0"])

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from quotient_manifolds.adapters import compare, extract
 from quotient_manifolds.lora_command import main
-from tests import local_hub, networks
-from tests.networks import shake
+from tests.support import local_hub, networks
+from tests.support.networks import shake
 
 #: Of peft, when transformers has renamed what it asks for.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

@@ -34,9 +34,21 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.certificate import Certification
 from quotient_manifolds.weights import weights_of
-
-from ..networks import shake
-from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, point, products, train, trainable, trained
+from tests.support.networks import shake
+from tests.support.training import (
+    X,
+    Y,
+    apart,
+    lora,
+    loss_of,
+    moved,
+    optimizer_of,
+    point,
+    products,
+    train,
+    trainable,
+    trained,
+)
 
 
 class Words(nn.Module):

@@ -18,9 +18,9 @@ from quotient_manifolds.symmetries import ALL, canonicalize_, find, move_
 from quotient_manifolds.symmetries.whole import rewriting
 from quotient_manifolds.weights import first_names
 from sharpness import cli
-from tests import networks
-from tests.extent import share
-from tests.whole_networks import FAMILIES, build, forward, inputs, random_element
+from tests.support import networks
+from tests.support.extent import share
+from tests.support.whole_networks import FAMILIES, build, forward, inputs, random_element
 
 #: Of peft: where a layer has no bias it cannot be merged, what is tied stays so only when it is not merged, and others.
 pytestmark = pytest.mark.filterwarnings(

@@ -30,9 +30,9 @@ from sharpness.study import (
     targets,
 )
 from sharpness.study.rows import write_results
-from tests import networks
 from tests.sharpness.test_space import Gated
-from tests.studies import study
+from tests.support import networks
+from tests.support.studies import study
 
 
 def test_rows_survive_a_csv(tmp_path):

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from quotient_manifolds.passes import default_forward, floats, widened
-
-from . import networks, zoo
+from tests.support import networks, zoo
 
 #: Largest number of weights: what rules do not make smaller is left out.
 LARGEST = 6_000_000
@@ -221,7 +220,7 @@ def transformers_model(kind):
 
 def timm_names():
     """List the models of timm in the table of architectures."""
-    with (Path(__file__).parents[1] / "docs/tables/architectures.csv").open(encoding="utf-8") as file:
+    with (Path(__file__).parents[2] / "docs/tables/architectures.csv").open(encoding="utf-8") as file:
         return [model for library, model, *_ in csv.reader(file) if library == "timm"]
 
 

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from quotient_manifolds.optim import QuotientSGD, create_quotient_lora_optimizer, create_quotient_optimizer
 from quotient_manifolds.optim.store import full
 from quotient_manifolds.symmetries import adapter_pairs, find
-
-from . import training
-from .extent import EXHAUSTIVE
-from .training import X, Y, lora, loss_of
+from tests.support import training
+from tests.support.extent import EXHAUSTIVE
+from tests.support.training import X, Y, lora, loss_of
 
 STEPS = 10 if EXHAUSTIVE else 6
 KINDS = ("adam", "muon", "sgd")

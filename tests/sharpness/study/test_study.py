@@ -11,8 +11,8 @@ import sharpness
 from sharpness import cli, evaluate
 from sharpness.study import read_config, read_results, run_sweep, targets
 from sharpness.study.plan import of_model
-from tests import networks
-from tests.sweeps import MODULE, rows_of
+from tests.support import networks
+from tests.support.sweeps import MODULE, rows_of
 
 BASE = {"checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}], "data": "train.pt"}
 

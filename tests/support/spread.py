@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sharpness
-
-from . import networks
+from tests.support import networks
 
 
 def model():

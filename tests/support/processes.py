@@ -15,7 +15,7 @@ import torch
 Ended = namedtuple("Ended", ["codes", "output"])
 
 forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["tests.preloaded"])
+forked.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def _free_port():

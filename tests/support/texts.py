@@ -3,7 +3,7 @@
 import transformers
 from tokenizers import BertWordPieceTokenizer
 
-from tests.networks import shake
+from tests.support.networks import shake
 
 
 def wordpiece(texts, size, *, length):

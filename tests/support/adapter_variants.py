@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quotient_manifolds.adapters import Adapter, merge
-
-from . import networks
+from tests.support import networks
 
 ROWS, TOKENS = torch.linspace(-1, 9, 60).sin().view(5, 12), torch.arange(9).view(1, 9)
 IMAGES = torch.linspace(-3, 40, 300).sin().view(2, 6, 5, 5)

@@ -1,4 +1,4 @@
-"""The reference of the commands, from their parsers; ``python -m tests.command_line`` writes it to docs/cli.md."""
+"""The commands' reference, from their parsers; ``python -m tests.support.command_line`` writes it to docs/cli.md."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from quotient_manifolds import lora_command
 from sharpness import cli
 
-PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 START = "`sharpness --version` prints the version, `sharpness COMMAND --help` the options of a command."
 #: Groups of options that several commands have, which are described once.
 SHARED = {"data": "Which data", "search": "How to search"}

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quotient_manifolds.adapters import Adapter, balance, compare, merge, resize
-
-from .test_adapters import KINDS, Net, exact, moved, near, saved
+from tests.quotient_manifolds.adapters.test_adapters import KINDS, Net, exact, moved, near, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:Adapter '", "ignore:The following (rank|alpha)_pattern keys")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .. import sharded_training as training
-from ..processes import together
+from tests.support import sharded_training as training
+from tests.support.processes import together
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,9 @@ from quotient_manifolds.symmetries import (
     slot,
 )
 from quotient_manifolds.symmetries.slots import random_elements
-
-from ..extent import checkered
-from ..networks import Encoder, bert, shake, vit
-from ..training import X, lora, loss_of, optimizer_of, point, products, train, trainable
+from tests.support.extent import checkered
+from tests.support.networks import Encoder, bert, shake, vit
+from tests.support.training import X, lora, loss_of, optimizer_of, point, products, train, trainable
 
 
 def up_and_down(n, m, h, scale=1.0):

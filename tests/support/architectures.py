@@ -6,8 +6,7 @@ import dataclasses
 import torch
 
 from quotient_manifolds.symmetries import find, move_
-
-from . import networks
+from tests.support import networks
 
 IDS = {"input_ids": torch.arange(12).reshape(2, 6) % 20}
 MEMORY = {"encoder_hidden_states": torch.ones(2, 3, 16).cumsum(1)}

@@ -7,7 +7,8 @@ import matplotlib.figure
 import scipy.stats
 
 from sharpness import cli, sam, study
-from tests import architectures, networks, sharded, sharded_training, spread, test_second_device
+from tests import test_second_device
+from tests.support import architectures, networks, sharded, sharded_training, spread
 
 __all__ = [
     "cli", "matplotlib", "sam", "scipy", "sharded", "sharded_training", "spread", "study", "test_second_device",

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests import networks
+from tests.support import networks
 
 
 def snapshot(model):

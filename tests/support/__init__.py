@@ -1,0 +1,1 @@
+"""What helps tests: small networks, oracles, worlds to run in."""
