@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.layout import Layout, Sublayer, affine, norm, wire
+from quotient_manifolds.symmetries.layout import affine, norm, wire
+from quotient_manifolds.symmetries.notation import Layout
 from quotient_manifolds.symmetries.whole import Site, Wiring, register_wiring
 
 __all__ = ["ImageTransform", "SmallViT", "scratch_vit", "vit_cifar10"]
@@ -85,10 +86,10 @@ class SmallViT(nn.Module):
         return scores
 
 
-_LAYOUT = Layout(
+_LAYOUT = Layout().read(
     layers="transformer.layers",
-    attention=Sublayer("norm1", "self_attn", "self_attn.out_proj"),
-    mlp=Sublayer("norm2", "linear1", "linear2", "transformer.layers.0.activation_relu_or_gelu"),
+    attention="norm1; self_attn; self_attn.out_proj",
+    mlp="norm2; linear1; linear2; transformer.layers.0.activation_relu_or_gelu",
     last="mlp_head.0",
     embeddings="pos_embed[:1] + cls_token, pos_embed[1:] + patch_embed.proj",
 )
@@ -104,7 +105,7 @@ def _wiring(model: Any) -> Wiring:
     w = Wiring(classifiers=[("mlp_head.1", head)])
     if model.transformer.layers[0].norm_first:
         return wire(w, model, _LAYOUT, [head])
-    wire(w, model, replace(_LAYOUT, last="", post_norm=True), [])
+    wire(w, model, replace(_LAYOUT, last=(), post_norm=True), [])
     w.writers = [(name, a) for name, a in w.writers if name != "patch_embed.proj"]
     w.tables = [("the last shift", b) for b in w.sites[-1].norm.slots[1:]]
     w.sites.append(Site("mlp_head.0", norm(model, "mlp_head.0"), (head,)))

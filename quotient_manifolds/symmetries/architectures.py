@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from configparser import ConfigParser
 from dataclasses import replace
@@ -16,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from ..weights import plain_class
-from .layout import Layout, Sublayer, affine, find, has, norm, table, wire, within
+from .layout import affine, find, has, norm, table, wire, within
+from .notation import Layout, Rows, names_of
 from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
 
 #: What finds the wiring of a network, once this table is read.
@@ -45,20 +45,10 @@ def _known(adapter: Callable[..., Wiring]) -> Callable[..., Wiring]:
 
 
 def _layout(section: str) -> Layout:
-    """Read a row of the table."""
-    row = dict(_TABLE[section])
-    base = vars(_layout(row.pop("like"))) if "like" in row else {}
-    texts = {name: " ".join(text.split()) for name, text in row.items() if name not in ("classifiers", "backbones")}
-    values = {"yes": True, "no": False, "1": 1.0}
-    given = {n: _sublayer(t) if n in ("attention", "cross", "mlp") else values.get(t, t) for n, t in texts.items()}
-    return Layout(**{**base, **given})
-
-
-def _sublayer(text: str) -> Sublayer:
-    """Read ``"norm; readers; writer; act; scale=name"``, where ``{q,k,v}`` stands for three names."""
-    text = re.sub(r"([^\s|]*)\{(.+?)\}([^\s|;]*)", lambda m: " ".join(m[1] + x + m[3] for x in m[2].split(",")), text)
-    fields = [field.partition("=") for field in text.split("; ")]
-    return Sublayer(*(name for name, sign, _ in fields if not sign), **{name: t for name, sign, t in fields if sign})
+    """Read a section of the table."""
+    row = {name: text for name, text in _TABLE[section].items() if name not in ("classifiers", "backbones")}
+    base = _layout(row.pop("like")) if "like" in row else Layout()
+    return base.read(**row)
 
 
 # CLIP's and SigLIP's towers, and the kinds of networks that have them.
@@ -101,16 +91,16 @@ def _tower(w: Wiring, model: Any, at: str, name: str) -> None:
     readers = [affine(model, head)] if has(model, head) else []
     if has(base, "head.probe"):  # one query attends to the last norm's outputs
         d = base.config.hidden_size
-        readers.append(affine(model, within(at, "head.attention"), outputs=slice(d, 3 * d)))
-        into = affine(model, within(at, "head.mlp.fc1"))
-        w.sites.append(Site(f"{name} head", norm(model, within(at, "head.layernorm")), (into,)))
+        readers.append(affine(model, *within(at, "head.attention"), outputs=slice(d, 3 * d)))
+        into = affine(model, *within(at, "head.mlp.fc1"))
+        w.sites.append(Site(f"{name} head", norm(model, *within(at, "head.layernorm")), (into,)))
         w.closed = False
     elif has(base, "head"):
-        readers.append(affine(model, within(at, "head")))
+        readers.append(affine(model, *within(at, "head")))
     if plain_class(model).__name__.endswith(("VisionModel", "TextModel")):
         readers, w.closed = [], False
     if kind == "clip" and not readers:  # the patches' outputs, or the classifier, have no norm
-        layout, w.reads_stream_raw = replace(layout, last=""), True
+        layout, w.reads_stream_raw = replace(layout, last=()), True
     wire(w, model, layout, readers, f"{name}.", at=at)
 
 
@@ -123,11 +113,11 @@ def _timm(model: Any) -> Wiring:
     plain &= isinstance(getattr(model.patch_embed, "norm", nn.Identity()), nn.Identity)
     if not plain or model.global_pool not in ("token", "avg") or getattr(model, "reg_token", None) is not None:
         return _none("its blocks, pooling or norms are not plain ones")
-    layout = replace(_layout("timm"), last="norm" if isinstance(model.fc_norm, nn.Identity) else "fc_norm")
+    layout = _layout("timm").read(last="norm" if isinstance(model.fc_norm, nn.Identity) else "fc_norm")
     if not isinstance(model.norm_pre, nn.Identity):
-        layout = replace(layout, first="norm_pre", embeddings="")
+        layout = layout.read(first="norm_pre", embeddings="")
     elif model.no_embed_class or not has(model, "cls_token"):
-        layout = replace(layout, embeddings="cls_token?, pos_embed? + patch_embed.proj")
+        layout = layout.read(embeddings="cls_token?, pos_embed? + patch_embed.proj")
     heads = [affine(model, "head")] if isinstance(model.head, nn.Linear) else []
     return wire(Wiring(classifiers=[("head", h) for h in heads], closed=bool(heads)), model, layout, heads)
 
@@ -158,8 +148,13 @@ def _torch(model: Any) -> Wiring:
     if any(type(layer) is not nn.TransformerEncoderLayer for layer in model.layers):
         return _none("its layers are not all nn.TransformerEncoderLayer")
     before = model.layers[0].norm_first
-    layout = replace(_layout("torch"), last="norm" if before and model.norm is not None else "", post_norm=not before)
+    last = ("norm",) if before and model.norm is not None else ()
+    layout = replace(_layout("torch"), last=last, post_norm=not before)
     return wire(Wiring(closed=False, reads_stream_raw=before and model.norm is None), model, layout, [])
+
+
+#: The parts of heads, each with its names.
+_HEADS = {part: names_of(text) for part, text in _TABLE["heads"].items()}
 
 
 def _head(w: Wiring, model: Any, at: str) -> list[Affine]:
@@ -167,12 +162,12 @@ def _head(w: Wiring, model: Any, at: str) -> list[Affine]:
     if not at:
         w.closed = False
         return []
-    heads, base = _TABLE["heads"], model.get_submodule(at)
-    places = (heads["readers"], heads["others"], within(at, heads["poolers"]))
-    readers = [affine(model, names) for names in places if has(model, names)]
-    if has(model, heads["norm"]):
-        decoder = affine(model, heads["decoder"])
-        w.sites.append(Site("head", norm(model, heads["norm"]), (decoder,)))
+    base = model.get_submodule(at)
+    places = (_HEADS["readers"], _HEADS["others"], within(at, *_HEADS["poolers"]))
+    readers = [affine(model, *names) for names in places if has(model, *names)]
+    if has(model, *_HEADS["norm"]):
+        decoder = affine(model, *_HEADS["decoder"])
+        w.sites.append(Site("head", norm(model, *_HEADS["norm"]), (decoder,)))
         if find(model, decoder.matrix.name)[1] is base.get_input_embeddings().weight:
             w.alike += readers[0].written
         else:
@@ -182,27 +177,27 @@ def _head(w: Wiring, model: Any, at: str) -> list[Affine]:
         w.neurons.append(neurons("pre_classifier", "relu", readers[0], down))
         w.hidden.append(("pre_classifier neurons", (*readers[0].written, down.matrix)))
     pooled = (
-        ("pooler.dense", within(at, "pooler.dense"), "classifier|cls.seq_relationship"),
-        ("classifier.dense", "classifier.dense", "classifier.out_proj"),
+        ("pooler.dense", within(at, "pooler.dense"), ("classifier", "cls.seq_relationship")),
+        ("classifier.dense", ("classifier.dense",), ("classifier.out_proj",)),
     )
     for name, dense, reader in pooled:
-        if has(model, dense) and has(model, reader):
-            w.hidden.append((f"{name} neurons", (*affine(model, dense).written, affine(model, reader).matrix)))
+        if has(model, *dense) and has(model, *reader):
+            w.hidden.append((f"{name} neurons", (*affine(model, *dense).written, affine(model, *reader).matrix)))
             if type(base).__name__ != "ElectraModel":  # whose head has GELU
                 w.odd.add(f"{name} neurons")
-    for names in (heads["logits"], heads["pairs"]):
-        w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
-    return readers or [affine(model, "classifier.dense|classifier")]
+    for names in (_HEADS["logits"], _HEADS["pairs"]):
+        w.classifiers += [(names[-1], affine(model, *names))] if has(model, *names) else []
+    return readers or [affine(model, "classifier.dense", "classifier")]
 
 
 def _language(layout: Layout, model: Any, at: str) -> Wiring:
     base = model.get_submodule(at)
     if getattr(base.config, "add_cross_attention", False) or has(base, "decoder.project_in"):  # the latter is OPT's
         return _none("cross-attention in a decoder, or projections around it, are not described")
-    w = Wiring(closed=not (layout.projection and has(base, layout.projection)))
+    w = Wiring(closed=not has(base, *layout.projection))
     readers = _head(w, model, at)
     if has(base, "embeddings.token_type_embeddings"):
-        layout = replace(layout, embeddings=_with_types(w, model, at))
+        layout = layout.read(embeddings=_with_types(w, model, at))
     return wire(w, model, layout, readers, at=at)
 
 
@@ -214,7 +209,7 @@ for _section in _TABLE.sections():
 def _with_types(w: Wiring, model: Any, at: str) -> str:
     """Exchange vectors between positions and types alone where a decoder uses the words too."""
     words, positions, types = (f"embeddings.{x}_embeddings" for x in ("word", "position", "token_type"))
-    embeddings = model.get_submodule(within(at, "embeddings"))
+    embeddings = model.get_submodule(*within(at, "embeddings"))
     pad, weight = getattr(embeddings, "padding_idx", None), embeddings.word_embeddings.weight
     if any(find(model, a.matrix.name)[1] is weight for _, a in w.classifiers):
         return f"{words}, {types} + {positions}" + ("" if pad is None else f"[{pad}:]")
@@ -231,6 +226,6 @@ def _t5(model: Any) -> Wiring:
     """Two streams that share their words; the decoder's keys and values read the encoder's last norm."""
     head, blocks = affine(model, "lm_head"), range(len(model.decoder.block))
     cross = [affine(model, f"decoder.block.{i}.layer.1.EncDecAttention.{x}") for i in blocks for x in "kv"]
-    w = Wiring(classifiers=[("lm_head", head)], tables=[("shared", table(model, "shared")[0])])
+    w = Wiring(classifiers=[("lm_head", head)], tables=[("shared", table(model, Rows(("shared",)))[0])])
     wire(w, model, _layout("t5"), cross, "encoder.", at="encoder")
     return wire(w, model, _layout("t5 decoder"), [head], "decoder.", at="decoder")

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import ALL, canonicalize_, find, verify
-from quotient_manifolds.symmetries.layout import Layout, Sublayer, affine, has, table, wire
+from quotient_manifolds.symmetries.layout import affine, has, table, wire
+from quotient_manifolds.symmetries.notation import Layout, Rows
 from quotient_manifolds.symmetries.whole import (
     State,
     Wiring,
@@ -45,12 +46,12 @@ class Stack(nn.Module):
         self.blocks, self.last = nn.ModuleList([Layer(), Layer()]), nn.LayerNorm(4)
 
 
-LAYOUT = Layout(
-    "blocks",
-    Sublayer("norm", "up", "none|down", "blocks.0.act"),
-    Sublayer("norm2", "gates none|gate up2", "down2", "|glu"),
-    "last",
-    "words + positions[:5]",
+LAYOUT = Layout().read(
+    layers="blocks",
+    attention="norm; up; none|down; blocks.0.act",
+    mlp="norm2; gates none|gate up2; down2; |glu",
+    last="last",
+    embeddings="words + positions[:5]",
 )
 
 
@@ -94,31 +95,32 @@ def test_what_is_in_the_stream_before_the_layers():
     ]  # fmt: skip
     ((name, source, (target,)),) = w.common
     assert (name, source.name, target.name) == ("positions[:5]", "positions.weight", "words.weight")
-    optional = wire(
-        Wiring(), model, replace(LAYOUT, embeddings="none?[1:] + words, projection + positions[1:2,3:4]"), []
-    )
+    optional = wire(Wiring(), model, LAYOUT.read(embeddings="none?[1:] + words, projection + positions[1:2,3:4]"), [])
     assert [(name, rows.size) for name, rows in optional.tables] == [("words", (5, 4)), ("positions", (3, 4))]
     assert optional.writers[0][1].matrix.name == "projection.weight"
     assert [(b.name, rows.offset) for _, rows, (b,) in optional.common] == [
         ("projection.bias", 4), ("projection.bias", 12),
     ]  # fmt: skip
     with pytest.raises(AttributeError, match="has none of none"):
-        wire(Wiring(), model, replace(LAYOUT, embeddings="none"), [])
+        wire(Wiring(), model, LAYOUT.read(embeddings="none"), [])
 
 
 def test_names():
     model = Stack()
-    assert [State(weights_of(model)).read(rows).shape for rows in table(model, "words[1:3,-1:]")] == [(2, 4), (1, 4)]
+    assert [State(weights_of(model)).read(rows).shape for rows in table(model, Rows.read("words[1:3,-1:]"))] == [
+        (2, 4),
+        (1, 4),
+    ]
     assert affine(model, "blocks.0.down").matrix.name == "blocks.0.down.weight"
     assert affine(model.blocks[0], "down").matrix.name == "down.weight"
     attention = nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)})
     assert affine(attention, "attn").matrix.name == "attn.in_proj_weight"
     bare = nn.ParameterDict({"proj": nn.Parameter(torch.zeros(4, 3))})
     assert State(weights_of(bare)).read(affine(bare, "proj").matrix).shape == (3, 4)
-    assert has(model.blocks[0], "none|down")
-    assert not has(model, "none|blocks.5")
+    assert has(model.blocks[0], "none", "down")
+    assert not has(model, "none", "blocks.5")
     with pytest.raises(AttributeError, match="has none of"):
-        affine(model, "a|b")
+        affine(model, "a", "b")
 
 
 @pytest.mark.parametrize("family", [f for f in TRANSFORMERS if f not in ("vit", "deit", "dinov2", "beit", "clip")])
