@@ -36,7 +36,7 @@ def main() -> None:
     for what in ("independent", "a copy"):
         if what == "a copy":
             other = random_element(one, seed=1).of(one)
-            move_(other, find(other, kinds=ALL))
+            move_(other, find(other, scope=ALL))
         (_, found), times = timed(lambda other=other: align_models(one, other))
         rows.append(
             {"what": what, "parameters": size // 4, **times, "distance": found.distance / found.size}

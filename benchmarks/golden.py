@@ -129,7 +129,7 @@ def comparisons(model: nn.Module) -> Numbers:
         return
     yield "distance of aligned networks", align_models(model, other)[1].distance
     canonical = copy.deepcopy(model)
-    found = find(canonical, kinds=ALL)
+    found = find(canonical, scope=ALL)
     yield "dimension of the symmetries", float(found.dimension)
     canonicalize_(canonical, dataclasses.replace(found, pairs=()))
     yield "size of the canonical form", math.sqrt(sum(float(p.detach().square().sum()) for p in canonical.parameters()))

@@ -204,7 +204,7 @@ def _aligned_distance(one: nn.Module, other: nn.Module, metric: str) -> ModelDis
     """Align two models, and compute the distances of their pairs and of the vectors outside."""
     aligned, found = align_models(one, other)
     models = (found.reference, aligned)
-    forms = [canonical_form(weights_of(m), find(m, kinds=ALL).of_full_rank()) for m in models]
+    forms = [canonical_form(weights_of(m), find(m, scope=ALL).of_full_rank()) for m in models]
     first, second, skipped = _comparable(*(form.symmetries for form in forms))
     mine, theirs = (weights_of(m) for m in models)
     result, pairs = _distance(Side(first, mine), Side(second, theirs), skipped, metric), []

@@ -103,9 +103,9 @@ def known(model: nn.Module, measure: Measure, given: Symmetries | None, *, class
     """
     from quotient_manifolds.symmetries.discovery import PAIRS, find, with_wiring
 
-    kinds = PAIRS if measure.divides else ("points",) if measure.takes_points else ()
+    scope = PAIRS if measure.divides else ("points",) if measure.takes_points else ()
     if given is None or not measure.divides:
-        found = find(model, kinds=kinds) if kinds else Symmetries()
+        found = find(model, scope=scope) if scope else Symmetries()
     else:
         check_symmetries(given)
         check_names(given, weights_of(model), type(model).__name__)
@@ -118,7 +118,7 @@ def _with_points(model: nn.Module, given: Symmetries) -> Symmetries:
     from quotient_manifolds.symmetries import find
 
     names = {p.name for p in given.pairs}
-    return given.adding(*(p for p in find(model, kinds=("points",)).pairs if p.name not in names))
+    return given.adding(*(p for p in find(model, scope=("points",)).pairs if p.name not in names))
 
 
 def divides(measure: Measure, pair: SymmetricPair) -> bool:

@@ -192,7 +192,7 @@ def _reordered(a: nn.Module, b: nn.Module) -> Iterator[tuple[nn.Module, nn.Modul
 def _between(a: nn.Module, b: nn.Module, found: Alignment) -> list[str]:
     """Name the symmetries that lead from one model to the other."""
     one, other = (weights_of(m) for m in (a, b))
-    actions = zip(*(find(m, kinds=ALL).actions for m in (a, b)), strict=True)
+    actions = zip(*(find(m, scope=ALL).actions for m in (a, b)), strict=True)
     kinds = [x.kind for x, y in actions if not _alike(x.constant, one, y.constant, other)]
     Q = found.element.stream
     kinds += ["rotation of the stream"] * (Q is not None and not _is_identity(Q))

@@ -105,7 +105,7 @@ def symmetries(
     if data is not None:
         batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
     with naming(f"{model} cannot be examined; --data gives it other inputs"):
-        found = find(network, batch, kinds=ALL if complete or json else PAIRS)
+        found = find(network, batch, scope=ALL if complete or json else PAIRS)
         print(to_json(found) if json else found.table() if complete else found)
         say(remarks, "33", sys.stderr)
     if json and verify:

@@ -102,14 +102,14 @@ def compared(first: Trained, options: argparse.Namespace, data: Data, done: set[
     """Measure the paths between the two networks of a pair, by all methods; append a row for each."""
     one, other = (loaded(first._replace(seed=first.seed + i), options.out) for i in range(2))
     x, y = data.test(first.task)
-    for method, kinds in METHODS.items():
+    for method, by in METHODS.items():
         names = (method, f"{method}, heads not moved inside", f"{method}, geodesic") if method == ALL else (method,)
         if all((*first, name) in done for name in names):
             continue
         start = time.process_time()
         a, paths = one, {method: straight(one, other)}
-        if kinds is not None:
-            b, found = align_models(one, other, kinds=kinds)
+        if by is not None:
+            b, found = align_models(one, other, by=by)
             a, paths = found.reference, {method: straight(found.reference, b)}
         seconds = round(time.process_time() - start, 1)
         if method == ALL:
@@ -196,7 +196,7 @@ def random_pairs(number: int) -> None:
         one, other = small(kind, seed), small(kind, seed + 1)
         for method in ("permutations", ALL):
             start = time.process_time()
-            found = align_models(one, other, kinds=METHODS[method] or ())[1]
+            found = align_models(one, other, by=METHODS[method] or ())[1]
             append(
                 {
                     "task": f"random {kind}",

@@ -107,7 +107,7 @@ def permuted(model: nn.Module, seed: int) -> None:
 
 def outside_pairs(model: nn.Module) -> Symmetries:
     """The symmetries outside heads and neurons."""
-    return replace(find(model, kinds=ALL), pairs=())
+    return replace(find(model, scope=ALL), pairs=())
 
 
 def moved(model: nn.Module, kind: str, seed: int) -> nn.Module:
@@ -116,7 +116,7 @@ def moved(model: nn.Module, kind: str, seed: int) -> nn.Module:
     if kind == "permutations":
         permuted(twin, seed)
     else:
-        move_(twin, find(twin, kinds=("heads",) if kind in ("qk", "vo") else ALL), seed=seed, kinds=[kind])
+        move_(twin, find(twin, scope=("heads",) if kind in ("qk", "vo") else ALL), seed=seed, kinds=[kind])
     return twin
 
 
@@ -136,7 +136,7 @@ def features(seed: int) -> list[dict[str, Any]]:
     words = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(seed))
     rows, folded = [], copy.deepcopy(model)
     canonicalize_(folded, outside_pairs(folded))
-    kinds = dict.fromkeys(a.kind for a in find(model, kinds=ALL).actions)
+    kinds = dict.fromkeys(a.kind for a in find(model, scope=ALL).actions)
     twins = {kind: (folded, moved(folded, kind, seed)) for kind in (*kinds, "qk", "vo", "permutations")}
     for kind, (one, twin) in {**twins, "all folded": (model, folded), "another network": (model, other)}.items():
         change = (twin(words).logits - one(words).logits).abs().max() / one(words).logits.abs().max()
@@ -201,7 +201,7 @@ def kinship(folder: Path, texts: Path, out: Path) -> list[dict[str, Any]]:
     nets = {"given": transformers.BertModel.from_pretrained(folder).eval()}
     nets |= {name: trained(name, folder, texts, out) for name in (*FINE_TUNES, *UNRELATED)}
     twin = random_element(nets["fine-tune 2"], 0).of(nets["fine-tune 2"])
-    move_(twin, find(twin, kinds=ALL))
+    move_(twin, find(twin, scope=ALL))
     nets["fine-tune 2, moved"] = twin
     rows = []
     for one, other in itertools.combinations(nets, 2):

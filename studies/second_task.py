@@ -61,7 +61,7 @@ GAUGES: dict[str, Callable[[nn.Module], Any]] = {
     "own": lambda model: None,
     "balanced": lambda model: move_(model, condition=1.0, seed=0),
     "random": lambda model: move_(model, condition=10.0, seed=0),
-    "canonical": lambda model: canonicalize_(model, replace(find(model, kinds=ALL), pairs=())),
+    "canonical": lambda model: canonicalize_(model, replace(find(model, scope=ALL), pairs=())),
 }
 
 
@@ -236,7 +236,7 @@ def moved(name: str, number: int, data: Data) -> dict[str, Any]:
     batch = tasks.take(batches[0], torch.arange(c.points // 2))
     if not isinstance(batch, dict):
         batch = (batch[0].double(), batch[1])
-    found = find(model, kinds=ALL)
+    found = find(model, scope=ALL)
     every, heads = set(found.dimensions), {p.kind for p in find(model).pairs}
     kinds = {"none": (), "heads": heads, "all": every, "all but rotation": every - {"rotation"}}
     for move, moving in kinds.items():  # averages follow a rotation in distribution only

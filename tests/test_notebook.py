@@ -73,7 +73,7 @@ def test_results_show_their_numbers():
 
 def test_symmetries_and_certificates_show_what_holds():
     model, batch = networks.vit(), networks.images()
-    found = find(model, kinds=ALL)
+    found = find(model, scope=ALL)
     rows = Cells(found._repr_html_()).rows
     shown = {row[0]: float(row[1]) for row in rows if len(row) == 2 and row[0] != "kind"}
     assert shown == {kind: float(f"{size:.4g}") for kind, size in found.dimensions.items()}

@@ -119,7 +119,7 @@ def distances(device):
 
 def turned(device):
     model, [(x, _)] = picture_model(device)
-    assert move_(model, find(model, kinds=ALL))
+    assert move_(model, find(model, scope=ALL))
     canonicalize_(model)
     moved = next(iter(model.parameters()))
     assert moved.device.type == torch.device(device).type
@@ -129,7 +129,7 @@ def turned(device):
 def verified(device):
     model, [(x, _)] = picture_model(device)
     batch = {"pixel_values": x.to(device)}
-    found, whole = (verify(model, batch, find(model, kinds=kinds)) for kinds in (PAIRS, ALL))
+    found, whole = (verify(model, batch, find(model, scope=scope)) for scope in (PAIRS, ALL))
     assert found.ok
     assert whole.ok
     assert max(found.changes.values()) < 1e-9

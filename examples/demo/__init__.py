@@ -45,7 +45,7 @@ def moved(model: nn.Module, kind: str, *, seed: int = 0) -> nn.Module:
     if kind == "heads":
         move_(twin, seed=seed, condition=30.0)
     else:
-        move_(twin, find(twin, kinds=ALL, classes=True), seed=seed + 1, scale=MOVES[kind][0], kinds=[kind])
+        move_(twin, find(twin, scope=ALL, classes=True), seed=seed + 1, scale=MOVES[kind][0], kinds=[kind])
     return twin
 
 
@@ -144,7 +144,7 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
         raise ValueError(f"{numbers}, which the numbers would replace, is not from a demo; choose another picture")
     train(model, x_train, y_train, seed=seed, progress=progress)
     # Where the moves outside heads start, so that a factor shows its move only.
-    canonicalize_(model, replace(find(model, kinds=ALL, classes=True), pairs=()))
+    canonicalize_(model, replace(find(model, scope=ALL, classes=True), pairs=()))
     before = _log_probabilities(model, x_test)
     right_in_test = float((before.argmax(1) == y_test).double().mean())
     right = float((_log_probabilities(model, x_train).argmax(1) == y_train).double().mean())

@@ -80,7 +80,7 @@ def carry(
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     >>> base = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     >>> other, x = copy.deepcopy(base), torch.randn(3, 5, 8)
-    >>> _ = move_(other, find(other, kinds=ALL))
+    >>> _ = move_(other, find(other, scope=ALL))
     >>> config = peft.LoraConfig(r=2, target_modules=["linear1", "linear2"], init_lora_weights=False)
     >>> adapted = peft.get_peft_model(copy.deepcopy(base), config)
     >>> carried = carry(Adapter.from_model(adapted), base, other)

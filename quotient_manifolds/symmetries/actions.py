@@ -69,7 +69,7 @@ class Action(ABC):
     >>> from torch import nn
     >>> from quotient_manifolds.symmetries import ALL, find
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
-    >>> [(a.kind, a.dimension) for a in find(encoder, kinds=ALL).actions if a.kind not in ("qk", "vo", "relu")][:3]
+    >>> [(a.kind, a.dimension) for a in find(encoder, scope=ALL).actions if a.kind not in ("qk", "vo", "relu")][:3]
     [('shift', 8), ('reader', 16), ('key bias', 4)]
     """
 

@@ -57,7 +57,7 @@ def canonical_form(
     weights : mapping of str to Tensor
         Of a network, by name, or a state dict.
     symmetries : Symmetries
-        Those of the network, as ``find(model, kinds=ALL)`` finds them, restricted to the weights that may change.
+        Those of the network, as ``find(model, scope=ALL)`` finds them, restricted to the weights that may change.
     state : State, optional
         Storage for values while they are folded; by default an empty one.
 
@@ -78,7 +78,7 @@ def canonical_form(
     >>> config = ViTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
     ...                    image_size=8, patch_size=4, num_channels=1)
     >>> model = ViTForImageClassification(config)
-    >>> form = canonical_form(dict(model.named_parameters()), find(model, kinds=ALL))
+    >>> form = canonical_form(dict(model.named_parameters()), find(model, scope=ALL))
     >>> print(form.symmetries.table())
     qk                  64
     vo                  64

@@ -31,7 +31,7 @@ def find(
     model: nn.Module,
     batch: Any = None,
     *,
-    kinds: Collection[str] = PAIRS,
+    scope: Collection[str] = PAIRS,
     classes: bool = False,
     forward: Forward = default_forward,
 ) -> Symmetries:
@@ -49,11 +49,11 @@ def find(
         float64, on the inputs that they get from this batch; and every pair that is found has to leave the outputs of a
         float64 copy of the whole model as they are when it moves, see ``docs/math/certificate.md``. All other
         symmetries are what an adapter says; :func:`verify` checks them.
-    kinds : collection of {"heads", "lora", "points", "neurons", "stream"}
-        What to look for: attention heads, LoRA adapters, points of a quotient among the parameters; and, of networks
-        whose wiring is known (:func:`~quotient_manifolds.symmetries.whole.register_wiring`), hidden neurons, and what
-        lies around the streams: norms, biases, embeddings, rotations; with these, of any network, the lengths of
-        normalised weights. ``ALL`` of them, or by default the first three.
+    scope : collection of {"heads", "lora", "points", "neurons", "stream"}
+        Where to look: in attention heads, LoRA adapters, points of a quotient among the parameters; and, of networks
+        whose wiring is known (:func:`~quotient_manifolds.symmetries.whole.register_wiring`), among hidden neurons, and
+        around the streams: norms, biases, embeddings, rotations; with these, of any network, the lengths of normalised
+        weights. ``ALL`` of them, or by default the first three. :meth:`Symmetries.of_kind` chooses single kinds.
     classes : bool
         The logits are used only through a softmax, so a constant added to all of them is a symmetry too.
     forward : callable
@@ -81,36 +81,36 @@ def find(
     >>> find(layer).dimension
     64
     """
-    if isinstance(kinds, str) or not set(kinds) <= set(ALL):
-        raise ValueError(f"kinds is a collection of {', '.join(ALL)}, got {kinds!r}")
+    if isinstance(scope, str) or not set(scope) <= set(ALL):
+        raise ValueError(f"scope is a collection of {', '.join(ALL)}, got {scope!r}")
     if batch is None:
-        found = claimed(model, None, kinds)
+        found = claimed(model, None, scope)
     else:
         check_whole(model)
-        every = claimed(model, functools.partial(forward, model, batch), kinds)
+        every = claimed(model, functools.partial(forward, model, batch), scope)
         found = _certified(model, every, every.pairs, batch, forward)
-    if {"neurons", "stream"}.isdisjoint(kinds):
+    if {"neurons", "stream"}.isdisjoint(scope):
         return found
-    known, found = len(found.pairs), with_wiring(model, found, kinds=kinds, classes=classes)
+    known, found = len(found.pairs), with_wiring(model, found, scope=scope, classes=classes)
     neurons = found.pairs[known:]
     return found if batch is None or not neurons else _certified(model, found, neurons, batch, forward)
 
 
-def claimed(model: nn.Module, run: Run | None, kinds: Collection[str] = PAIRS) -> Symmetries:
+def claimed(model: nn.Module, run: Run | None, scope: Collection[str] = PAIRS) -> Symmetries:
     """List what handlers and examinations claim, before the outputs of the whole model decide."""
     check_model(model)
     placed = placing(model)
-    examined = {} if run is None or "heads" not in kinds else examine_model(model, run)
+    examined = {} if run is None or "heads" not in scope else examine_model(model, run)
     found: list[Claim] = []
     for path, module in model.named_modules():
-        handler = handler_of(module) if "heads" in kinds else None
+        handler = handler_of(module) if "heads" in scope else None
         claims = [] if handler is None else list(handler(module))
-        claims += lora_pairs(module) if is_lora(module) and "lora" in kinds else []
+        claims += lora_pairs(module) if is_lora(module) and "lora" in scope else []
         found += placed([*claims, *examined.get(path, ())], path)
     found = settled(found, model, decided=run is not None)
     if prefix_tuned(model):
         found = [p if p.kind == "lora" else refused(p, Cause.BROKEN, _PREFIXED) for p in found]
-    claims = _with_points(model, found) if "points" in kinds else found
+    claims = _with_points(model, found) if "points" in scope else found
     return replace(Symmetries.of_claims(claims), tied=tuple(sorted(first_names(model).items())))
 
 
@@ -125,7 +125,7 @@ def _with_points(model: nn.Module, claims: list[Claim]) -> list[Claim]:
 
 
 def with_wiring(
-    model: nn.Module, found: Symmetries, *, kinds: Collection[str] = ALL, classes: bool = False
+    model: nn.Module, found: Symmetries, *, scope: Collection[str] = ALL, classes: bool = False
 ) -> Symmetries:
     """Add the symmetries of hidden neurons, and those around the streams."""
     from .architectures import wiring_of
@@ -133,9 +133,9 @@ def with_wiring(
 
     wiring, weights, plain = wiring_of(model), weights_of(model), plain_names(model)
     claims = settled([] if wiring is None else wiring.neurons, model)
-    neurons = Symmetries.of_claims(claims if "neurons" in kinds else [])
+    neurons = Symmetries.of_claims(claims if "neurons" in scope else [])
     found = replace(found, pairs=found.pairs + neurons.pairs, refused=found.refused + neurons.refused, wiring=wiring)
-    if "stream" not in kinds:
+    if "stream" not in scope:
         return found
     # Beside a key that is always zero, attention weights do not sum to 1.
     zero_key = {plain(path) for path, m in model.named_modules() if getattr(m, "add_zero_attn", False)}

@@ -73,7 +73,7 @@ def moved_weights(
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     >>> encoder, x = torch.nn.TransformerEncoder(layer, 2), torch.ones(1, 3, 8)
     >>> before = encoder(x)
-    >>> encoder.load_state_dict(moved_weights(encoder.state_dict(), find(encoder, kinds=ALL)))
+    >>> encoder.load_state_dict(moved_weights(encoder.state_dict(), find(encoder, scope=ALL)))
     <All keys matched successfully>
     >>> torch.allclose(encoder(x), before, atol=1e-4)
     True
@@ -153,7 +153,7 @@ def move_(
     model : nn.Module
         Changed in place; unchanged if anything fails.
     symmetries : Symmetries, optional
-        By default the pairs that :func:`find` finds: ``find(model, kinds=ALL)`` has everything that is known.
+        By default the pairs that :func:`find` finds: ``find(model, scope=ALL)`` has everything that is known.
     seed, condition, scale, kinds
         As for :func:`moved_weights`.
 
@@ -197,7 +197,7 @@ def canonicalize_(model: nn.Module, symmetries: Symmetries | None = None) -> Sym
         Changed in place; unchanged if anything fails. The state of an optimiser refers to the old weights, so call this
         before or after training.
     symmetries : Symmetries, optional
-        By default all that are known, ``find(model, kinds=ALL)``. :func:`adapter_pairs` lists those of LoRA alone.
+        By default all that are known, ``find(model, scope=ALL)``. :func:`adapter_pairs` lists those of LoRA alone.
 
     Returns
     -------
@@ -219,7 +219,7 @@ def canonicalize_(model: nn.Module, symmetries: Symmetries | None = None) -> Sym
     True
     """
     check_whole(model)
-    symmetries = find(model, kinds=ALL) if symmetries is None else symmetries
+    symmetries = find(model, scope=ALL) if symmetries is None else symmetries
     check_symmetries(symmetries)
     weights, symmetries = weights_of(model), symmetries.of_full_rank()
     state = fold(weights, symmetries)
@@ -287,7 +287,7 @@ def verify(
     >>> from quotient_manifolds.symmetries import ALL, find, verify
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> encoder, x = torch.nn.TransformerEncoder(layer, 2), torch.linspace(-1, 1, 24).reshape(1, 3, 8)
-    >>> print(verify(encoder, x, find(encoder, kinds=ALL)))
+    >>> print(verify(encoder, x, find(encoder, scope=ALL)))
     28 symmetries certified, largest residual ...e-1... (rounding is up to 1e-08)
     28 symmetries moved, largest relative change of an output ...e-1... (rounding is up to 1e-09)
 

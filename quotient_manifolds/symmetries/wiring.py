@@ -243,7 +243,7 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
     >>> @register_wiring(Probe)
     ... def probe(model):
     ...     return Wiring(sites=[Site("0", norm(model, "0"), (affine(model, "1"),))])
-    >>> find(Probe(nn.LayerNorm(4), nn.Linear(4, 3)), kinds=ALL).dimensions
+    >>> find(Probe(nn.LayerNorm(4), nn.Linear(4, 3)), scope=ALL).dimensions
     {'gain': 4, 'shift': 4, 'reader': 3, 'rotation': 3}
     """
     return _ADAPTERS.register(*classes)

@@ -40,6 +40,6 @@ def test_the_symmetries_of_the_networks_of_the_study(norm_first):
 def test_moves_of_a_whole_network_change_nothing(build):
     torch.set_default_dtype(torch.float32)
     model = build()
-    found = verify(model, torch.randn(2, 3, 32, 32), find(model, kinds=ALL, classes=True))
+    found = verify(model, torch.randn(2, 3, 32, 32), find(model, scope=ALL, classes=True))
     assert found.ok, found
     assert {"relu", "shift", "classes"} <= {s.kind for s in found.changes}

@@ -42,7 +42,7 @@ def test_all_symmetries_are_divided_out():
     torch.manual_seed(0)
     one = build("llama")
     copied = random_element(one, seed=1).of(one)
-    move_(copied, find(copied, kinds=ALL))
+    move_(copied, find(copied, scope=ALL))
     assert model_distance(one, copied).total > 1
     assert model_distance(one, copied, modulo="all").total < 1e-8
     other = build("llama", seed=2)

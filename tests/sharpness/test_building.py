@@ -45,7 +45,7 @@ def unmoved(family, measure):
 
 def moved(family, kinds=None):
     model = build(family)
-    found = find(model, kinds=ALL, classes=True)
+    found = find(model, scope=ALL, classes=True)
     if kinds == ["heads"]:
         kinds = {p.kind for p in found.pairs}
     move_(model, found, kinds=kinds)
@@ -133,7 +133,7 @@ def test_pairs_that_are_given_are_those_of_the_canonical_form():
     model = build("vit")
     own = worst(model, "vit", "complete-inv")
     assert worst(model, "vit", "complete-inv", symmetries=find(model)) == own
-    assert worst(model, "vit", "complete-inv", symmetries=find(model, kinds=ALL, classes=True)) == own
+    assert worst(model, "vit", "complete-inv", symmetries=find(model, scope=ALL, classes=True)) == own
     assert worst(model, "vit", "complete-inv", symmetries=Symmetries()) != own
 
 
@@ -366,7 +366,7 @@ def by_parameter(model, symmetries=None):
 def test_rows_columns_and_tables():
     """Against sums that are written out."""
     model = build("vit")
-    lengths = by_parameter(model, find(model, kinds=("neurons",)))
+    lengths = by_parameter(model, find(model, scope=("neurons",)))
     fc1, fc2 = networks.feed_forward(networks.vit_layers(model)[0])
     patches = model.vit.embeddings.patch_embeddings.projection
     for row in (0, 5):
@@ -456,7 +456,7 @@ def test_lengths_at_a_users_own_pairs(positive):
 def test_moves_of_heads_change_nothing_without_a_wiring(name):
     """A bias of an output projection had the length of its row, which depends on the heads' representative."""
     model, batch = architectures.transformers_model(name, "eager")
-    assert not find(model, kinds=ALL).wired
+    assert not find(model, scope=ALL).wired
     twin = moved_copy(model)
     for measure in WHOLE:
         assert value(twin, batch, measure) == pytest.approx(value(model, batch, measure), rel=1e-8)
@@ -521,7 +521,7 @@ def test_no_move_of_a_wired_network_changes_the_measure(family, name):
     """test_architectures moves every one of them."""
     model, batch = headed(family, name)
     twin, softmax = copy.deepcopy(model), "labels" in batch
-    assert move_(twin, find(twin, kinds=ALL, classes=softmax), condition=30.0)
+    assert move_(twin, find(twin, scope=ALL, classes=softmax), condition=30.0)
     for measure in WHOLE:
         one, two = (value(m, batch, measure) for m in (model, twin))
         assert two == pytest.approx(one, rel=1e-8)

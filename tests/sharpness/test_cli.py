@@ -456,7 +456,7 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--verify"]) == 0
     printed = capsys.readouterr().out
     assert ["all", "417"] in [line.split() for line in printed.splitlines()]
-    every = len(list(find(model, kinds=ALL)))
+    every = len(list(find(model, scope=ALL)))
     assert f"{every} symmetries certified" in printed
     assert f"{every} symmetries moved" in printed
     assert cli.main(["symmetries", str(tmp_path / "vit"), "--verify"]) == 0
@@ -465,7 +465,7 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     assert "8 symmetries certified" in printed
     assert "8 symmetries moved" in printed
     assert cli.main(["symmetries", str(tmp_path / "vit"), "--json"]) == 0
-    assert from_json(capsys.readouterr().out) == find(model, kinds=ALL)
+    assert from_json(capsys.readouterr().out) == find(model, scope=ALL)
     assert cli.main(["symmetries", str(tmp_path / "vit"), "--json", "--verify"]) == 2
     assert "--json prints nothing but symmetries; leave out --verify" in capsys.readouterr().err
     (tmp_path / "vit" / "source.spm").touch()  # of a tokenizer

@@ -279,7 +279,7 @@ def test_shares_of_the_complete_measure_do_not_move():
     for move in (False, True):
         model = build("gpt2-untied")
         if move:
-            move_(model, find(model, kinds=ALL))
+            move_(model, find(model, scope=ALL))
         options = {"measure": "complete-inv", "steps": 3, "progress": False}
         shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_layer().by_part())
     assert shares[0] == pytest.approx(shares[1], rel=1e-6)

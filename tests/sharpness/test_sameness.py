@@ -17,7 +17,7 @@ from tests.support.whole_networks import FAMILIES, build, inputs, random_element
 def moved(model):
     """A copy that every kind of symmetry has moved."""
     twin = random_element(model).of(model)
-    move_(twin, find(twin, kinds=ALL))
+    move_(twin, find(twin, scope=ALL))
     return twin
 
 

@@ -232,7 +232,7 @@ def top(model, batches, matrix="hessian", **options):
 def test_equal_networks_have_equal_spectra(measure, kinds, matrix):
     model, batch = _trained()
     twin = copy.deepcopy(model)
-    move_(twin, find(twin, kinds=ALL) if kinds is ALL else None, condition=30.0, seed=1)
+    move_(twin, find(twin, scope=ALL) if kinds is ALL else None, condition=30.0, seed=1)
     one, two = (top(m, [batch], matrix, measure=measure) for m in (model, twin))
     np.testing.assert_allclose(two, one, rtol=1e-6)
     plain, moved = (top(m, [batch], matrix, measure="euclidean", k=1) for m in (model, twin))

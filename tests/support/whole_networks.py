@@ -246,7 +246,7 @@ def forward(model, batch):
 
 def symmetries_of(model, **options):
     """All symmetries of a network that have a quotient."""
-    return find(model, kinds=ALL, **options).of_full_rank()
+    return find(model, scope=ALL, **options).of_full_rank()
 
 
 def folded(model, **options):

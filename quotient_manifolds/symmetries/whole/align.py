@@ -29,7 +29,7 @@ from .fits import balanced, matched, permutation, refined, rotation, turned
 from .units import Cell, Move, Part, cells_of, unique
 
 #: What :func:`align_models` may move, beyond the canonical form.
-KINDS = ("permutations", "rotation", "heads", "scales")
+MOVES = ("permutations", "rotation", "heads", "scales")
 #: A sweep that lowers the objective by less, relatively, is the last.
 _TOLERANCE = 1e-4
 
@@ -120,9 +120,7 @@ class Alignment:
 
 
 @torch.no_grad()
-def align_models(
-    reference: nn.Module, model: nn.Module, *, kinds: Collection[str] = KINDS
-) -> tuple[nn.Module, Alignment]:
+def align_models(reference: nn.Module, model: nn.Module, *, by: Collection[str] = MOVES) -> tuple[nn.Module, Alignment]:
     """Move a network by its symmetries to where its weights are nearest to those of another; neither is changed.
 
     LoRA adapters of the network do not fit the copy that is moved; :func:`quotient_manifolds.adapters.carry` carries
@@ -132,7 +130,7 @@ def align_models(
     ----------
     reference, model : nn.Module
         Networks of one known architecture, see :func:`register_wiring`, of one dtype, at least float32.
-    kinds : collection of {"permutations", "rotation", "heads", "scales"}
+    by : collection of {"permutations", "rotation", "heads", "scales"}
         What may move besides the canonical form, as far as the architecture allows it: the order of heads, neurons and
         entries of the stream; the stream by an orthogonal matrix; heads by GL(h), or planes under RoPE by complex
         numbers; gated and rectified neurons by their scale, those of tanh by their sign.
@@ -166,12 +164,12 @@ def align_models(
     Traceback (most recent call last):
     ValueError: no wiring is known of a Linear; see quotient_manifolds.symmetries.whole.register_wiring
     """
-    if isinstance(kinds, str) or not set(kinds) <= set(KINDS):
-        raise ValueError(f"kinds is a collection of {', '.join(KINDS)}, got {kinds!r}")
+    if isinstance(by, str) or not set(by) <= set(MOVES):
+        raise ValueError(f"by is a collection of {', '.join(MOVES)}, got {by!r}")
     _check(reference, model)
     with on_cpu():
         a, b = Form(reference), Form(model)
-        descent, still = _Descent(a, b, kinds, {}), Element(None, {c.name: c.identity() for c in b.cells if c.units})
+        descent, still = _Descent(a, b, by, {}), Element(None, {c.name: c.identity() for c in b.cells if c.units})
         found = [descent.costs(still), *descent.search(still)]
         b.write(found[-1].element)
     first, last = ({kind: square**0.5 for kind, square in f.squares.items()} for f in (found[0], found[-1]))
@@ -198,7 +196,7 @@ class Form:
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)
         self.weights: dict[str, Tensor] = dict(weights_of(self.model))
-        state, found = State(self.weights), find(self.model, kinds=ALL).of_full_rank()
+        state, found = State(self.weights), find(self.model, scope=ALL).of_full_rank()
         self.form = canonical_form(self.weights, found, state=state)
         self.form.values.clear()  # they are in the state
         if not found.wired:
@@ -257,8 +255,8 @@ class _Found:
 class _Descent:
     """The steps that lower the objective."""
 
-    def __init__(self, a: Form, b: Form, kinds: Collection[str], matches: dict[object, Move]) -> None:
-        self.a, self.b, self.kinds, self.matches = a, b, set(kinds), matches
+    def __init__(self, a: Form, b: Form, by: Collection[str], matches: dict[object, Move]) -> None:
+        self.a, self.b, self.by, self.matches = a, b, set(by), matches
         if [(c.name, c.units, c.queries) for c in a.cells] != [(c.name, c.units, c.queries) for c in b.cells]:
             raise ValueError("the networks differ in their heads or neurons; compare networks of one architecture")
         self.cells = [replace(cell, parts=tuple(map(self.limited, cell.parts))) for cell in b.cells]
@@ -268,14 +266,14 @@ class _Descent:
 
     def limited(self, part: Part) -> Part:
         """Take the group from a part on which none may act."""
-        return part if ("scales" if part.kind == "neurons" else "heads") in self.kinds else replace(part, n=0)
+        return part if ("scales" if part.kind == "neurons" else "heads") in self.by else replace(part, n=0)
 
     def search(self, still: Element) -> list[_Found]:
         """Descend from the better of two starts; return what was found, lower and lower."""
         found = [self.costs(self.turned(still, known=True), improve=True)]
         if found[0].total > self.least:
             alone = _Descent(self.a, self.b, {"permutations"}, self.matches)
-            start = alone.search(still)[-1].element if self.kinds > alone.kinds else still
+            start = alone.search(still)[-1].element if self.by > alone.by else still
             found = [min(*found, self.costs(start, improve=True), key=lambda f: f.total)]
         while found[-1].total > self.least:
             trial = self.turned(found[-1].element)
@@ -307,8 +305,8 @@ class _Descent:
     def turned(self, element: Element, known: bool = False) -> Element:
         """Fit the rotation or permutation of the stream; ``known``: only to rows of no cell, whose index is known."""
         a, b = self.a, self.b
-        free = b.turns and "rotation" in self.kinds
-        if not b.vectors or not (free or "permutations" in self.kinds):
+        free = b.turns and "rotation" in self.by
+        if not b.vectors or not (free or "permutations" in self.by):
             return element
         d = b.vectors[0].size[1]
         M, N = torch.zeros(2, d, d, dtype=torch.float64)
@@ -323,7 +321,7 @@ class _Descent:
     def better(self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, stream: Tensor | None) -> Move:
         """Match units anew and choose group elements; if that does not help, keep units and choose elements."""
         tried, now = [move], sum(_squares(cell, X, Y, move))
-        if "permutations" in self.kinds:
+        if "permutations" in self.by:
             key = (cell.name, *(p.n for p in cell.parts), stream if stream is None else hash(stream.numpy().tobytes()))
             if key not in self.matches:
                 self.matches[key] = matched(cell, X, Y)

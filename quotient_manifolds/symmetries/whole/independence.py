@@ -134,7 +134,7 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     check_whole(model)
     if wrong := next((name for name, p in model.named_parameters() if not finite(p)), None):
         raise ValueError(f"{wrong} of a {type(model).__name__} has NaN or infinite entries")
-    weights, symmetries = weights_of(model), find(model, kinds=ALL)
+    weights, symmetries = weights_of(model), find(model, scope=ALL)
     state, w = State(weights), symmetries.wiring or Wiring()
     canonical_form(weights, symmetries, state=state)  # what is folded in float64 is exactly orthogonal to 1
     found = [[b for b in blocks if b.size == blocks[-1].size] for _, blocks in w.hidden]

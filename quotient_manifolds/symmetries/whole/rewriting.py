@@ -14,7 +14,7 @@ from ..actions import Action, State
 from ..discovery import ALL, find
 from ..kinds import Rotation
 from ..norm_kinds import Gain
-from .align import KINDS, Element, Form, align_models, on_cpu
+from .align import MOVES, Element, Form, align_models, on_cpu
 from .fits import balanced, turned
 from .units import acted, cells_of
 
@@ -24,7 +24,7 @@ class _Way:
 
     def __init__(self, model: nn.Module) -> None:
         self.form, weights = Form(model), weights_of(model)
-        found, state = find(model, kinds=ALL).of_full_rank(), State(weights)
+        found, state = find(model, scope=ALL).of_full_rank(), State(weights)
         self.steps: list[tuple[Action, Tensor]] = []
         for a in found.actions:
             if isinstance(a, Gain) and a.shift is not None:
@@ -144,7 +144,7 @@ def rewriting(base: nn.Module, other: nn.Module, *, tolerance: float = 1e-8) -> 
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> base = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
     >>> other, x = copy.deepcopy(base), torch.randn(3, 5, 8, dtype=torch.float64)
-    >>> _ = move_(other, find(other, kinds=ALL))
+    >>> _ = move_(other, find(other, scope=ALL))
     >>> way = rewriting(base, other)
     >>> with torch.no_grad():
     ...     for p in base.parameters():  # as a fine-tune does
@@ -157,8 +157,8 @@ def rewriting(base: nn.Module, other: nn.Module, *, tolerance: float = 1e-8) -> 
     size = _norm(target.values())
     with on_cpu():
         there, back = _Way(base), _Way(other)
-        for kinds in (KINDS[2:], KINDS):  # heads and neurons that stayed in their places are found for certain
-            _, alignment = align_models(other, base, kinds=kinds)
+        for by in (MOVES[2:], MOVES):  # heads and neurons that stayed in their places are found for certain
+            _, alignment = align_models(other, base, by=by)
             found = Rewriting(there, alignment.element, back)
             moved = found.of(weights)
             apart = {name: _norm([moved[name] - p]) for name, p in target.items()}

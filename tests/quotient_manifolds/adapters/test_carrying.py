@@ -34,7 +34,7 @@ def canonical(model):
 
 
 def moved(model, **options):
-    move_(model, find(model, kinds=ALL), seed=1, **options)
+    move_(model, find(model, scope=ALL), seed=1, **options)
     return model
 
 
@@ -122,7 +122,7 @@ def test_a_carried_adapter_does_the_same(family, how, embeddings):
 def test_moves_of_one_kind(kind):
     """They start at the canonical form, which alone breaks an adapter."""
     model, (batch,) = build("vit"), inputs("vit")
-    assert set(KINDS) == set(find(model, kinds=ALL).dimensions)
+    assert set(KINDS) == set(find(model, scope=ALL).dimensions)
     modules = targets(model, embeddings=False)
     one, other = adapted(model, modules), moved(copy.deepcopy(model), kinds={kind})
     found = carry(Adapter.from_model(one), model, other)

@@ -26,7 +26,7 @@ def outputs(model, batch):
 @pytest.mark.parametrize("family", share(FAMILIES, 2))
 def test_what_is_read_is_what_was_written_and_moves_the_weights_alone(family):
     model, batch = build(family), next(iter(inputs(family)))
-    found = find(model, kinds=ALL, classes=True)
+    found = find(model, scope=ALL, classes=True)
     read = from_json(to_json(found))
     assert read == found
     before, weights = outputs(model, batch), model.state_dict()
@@ -44,7 +44,7 @@ def test_what_is_read_is_what_was_written_and_moves_the_weights_alone(family):
 def test_a_wrong_action_of_any_kind_changes_the_outputs(family):
     """The change of every entry is multiplied by a number of its own."""
     model, batch = build(family), next(iter(inputs(family)))
-    found, generator = find(model, kinds=ALL), torch.Generator().manual_seed(0)
+    found, generator = find(model, scope=ALL), torch.Generator().manual_seed(0)
     form = canonical_form(dict(model.named_parameters()), found)
     base = copy.deepcopy(model)
     base.load_state_dict(form.values, strict=False)
@@ -73,7 +73,7 @@ def test_pairs_of_architectures_without_a_wiring_too(name):
 
 def test_a_tied_weight_is_written_under_all_its_names_and_read_under_any():
     model, batch = build("gpt2"), next(iter(inputs("gpt2")))
-    found, weights = find(model, kinds=ALL), model.state_dict()
+    found, weights = find(model, scope=ALL), model.state_dict()
     assert ("lm_head.weight", "transformer.wte.weight") in found.tied
     whole = moved_weights(weights, found)
     assert torch.equal(whole["lm_head.weight"], whole["transformer.wte.weight"])
@@ -106,7 +106,7 @@ def test_another_process_moves_files_without_the_model(tmp_path):
     """It imports no model, and moves checkpoints along the orbits: by a pickle, and by JSON."""
     model, batch = build("vit"), next(iter(inputs("vit")))
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    (tmp_path / "symmetries.json").write_text(to_json(find(model, kinds=ALL)), encoding="utf-8")
+    (tmp_path / "symmetries.json").write_text(to_json(find(model, scope=ALL)), encoding="utf-8")
     layer, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 5, 8)
     torch.save(layer.state_dict(), tmp_path / "encoder.pt")
     (tmp_path / "found").write_bytes(pickle.dumps(find(layer)))
@@ -125,7 +125,7 @@ def test_another_process_moves_files_without_the_model(tmp_path):
 
 
 def test_what_is_no_such_file_is_said():
-    found = find(build("vit"), kinds=ALL)
+    found = find(build("vit"), scope=ALL)
     for text in ("", "{", "[]", "{}", '{"type": "Slot"}'):
         with pytest.raises(ValueError, match="no symmetries as JSON"):
             from_json(text)

@@ -55,7 +55,7 @@ def null_directions(model, x):
 @every
 def test_they_are_all_that_the_network_does_not_see(dims):
     model, x = normalised(*dims), batch(40, 2, 4)
-    found = find(model, kinds=ALL)
+    found = find(model, scope=ALL)
     assert [(a.label, a.dimension) for a in found.actions] == [
         ("length: 0.weight", DIMS[dims][0]), ("length: 3.weight", DIMS[dims][1])
     ]  # fmt: skip
@@ -69,7 +69,7 @@ def test_they_are_all_that_the_network_does_not_see(dims):
 @every
 def test_equivalent_weights_meet_where_lengths_are_one(dims):
     model, x = normalised(*dims), batch(40, 2, 4)
-    found, before = find(model, kinds=ALL), model(x).detach()
+    found, before = find(model, scope=ALL), model(x).detach()
     twin = moved(model, found)
     assert largest(twin(x), before) < 1e-12
     for a in found.actions:
@@ -125,7 +125,7 @@ def sharing(use):
 @pytest.mark.parametrize("use", ["alike", "differently", "plain", "gains"])
 def test_what_else_uses_the_rows_must_divide_by_the_same_lengths(use):
     model = sharing(use)
-    x, found = batch(9, model[0].in_features), find(model, kinds=ALL)
+    x, found = batch(9, model[0].in_features), find(model, scope=ALL)
     assert largest(moved(model, found)(x), model(x)) < 1e-12
     assert [a.label for a in found.actions] == ["length: 0.weight"] * (use == "alike")
     places = {"alike": [], "differently": ["0.weight", "2.weight"]}.get(use, ["0.weight"])
@@ -139,7 +139,7 @@ def test_each_weight_of_a_module_has_its_own_and_one_that_is_used_twice_counts_o
     torch.manual_seed(0)
     layer = weight_norm(weight_norm(nn.Linear(4, 6)), "bias").double()
     model, x = nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 4).double(), layer), batch(9, 4)
-    found = find(model, kinds=ALL)
+    found = find(model, scope=ALL)
     assert [(a.label, a.dimension) for a in found.actions] == [("length: 0.weight", 6), ("length: 0.bias", 6)]
     assert verify(model, x, found).ok
     twin = moved(model, found)
@@ -156,7 +156,7 @@ def test_rows_of_zeros_stay_and_complex_ones_are_left_alone():
     canonicalize_(model)
     assert not v[0].any()
     assert largest(v[1:].norm(dim=1), torch.ones(3)) < 1e-12
-    assert find(weight_norm(nn.Conv1d(2, 3, 2, dtype=torch.complex128), dim=1), kinds=ALL) == Symmetries()
+    assert find(weight_norm(nn.Conv1d(2, 3, 2, dtype=torch.complex128), dim=1), scope=ALL) == Symmetries()
 
 
 def test_the_convolution_of_positions_in_speech_models_is_normalised_along_its_kernel():
@@ -169,7 +169,7 @@ def test_the_convolution_of_positions_in_speech_models_is_normalised_along_its_k
     )  # fmt: skip
     torch.manual_seed(0)
     model, x = Wav2Vec2Model(config).double().eval(), batch(2, 40)
-    (length,) = (a for a in find(model, kinds=ALL).actions if a.kind == "length")
+    (length,) = (a for a in find(model, scope=ALL).actions if a.kind == "length")
     assert (length.name, length.dimension) == ("encoder.pos_conv_embed.conv.weight", 5)
     twin = moved(model, Symmetries(actions=(length,)))
     assert largest(twin(x)[0], model(x)[0]) < 1e-12

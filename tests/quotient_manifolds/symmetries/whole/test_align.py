@@ -9,7 +9,7 @@ from quotient_manifolds.symmetries import ALL, GL, canonicalize_, find, move_
 from quotient_manifolds.symmetries.whole import (
     align_models,
 )
-from quotient_manifolds.symmetries.whole.align import KINDS
+from quotient_manifolds.symmetries.whole.align import MOVES
 from quotient_manifolds.symmetries.whole.fits import fitted, matched, permutation, polar, rotation
 from quotient_manifolds.symmetries.whole.units import Cell, Part, acted
 from tests.support import networks
@@ -41,7 +41,7 @@ def difference(a, b):
 def moved(model, seed):
     """A copy after random moves of all kinds."""
     copied = random_element(model, seed).of(model)
-    move_(copied, find(copied, kinds=ALL), seed=seed)
+    move_(copied, find(copied, scope=ALL), seed=seed)
     return copied
 
 
@@ -69,7 +69,7 @@ def test_copies_meet(family):
     assert difference(forward(found.reference, batch), before) < 1e-10
     for p, q in zip(found.element.of(copied).parameters(), aligned.parameters(), strict=True):
         assert torch.equal(p, q)
-    _, plain = align_models(model, copied, kinds=())
+    _, plain = align_models(model, copied, by=())
     assert plain.distance > 0.3 * plain.size  # the moves were some
 
 
@@ -85,7 +85,7 @@ def test_copies_of_headed_networks_meet(family):
     assert (random_element(model).stream is None) == (family == "siglip")  # whose outputs are raw
     _, found = align_models(model, copied)
     assert found.distance < 1e-10 * found.size
-    assert align_models(model, copied, kinds=())[1].distance > 0.1 * found.size
+    assert align_models(model, copied, by=())[1].distance > 0.1 * found.size
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
@@ -101,7 +101,7 @@ def test_units_of_a_pooler_may_change_their_signs(family):
     assert difference(forward(copied, batch), forward(model, batch)) < 1e-12
     _, found = align_models(model, copied)
     assert found.distance < 1e-10 * found.size
-    assert align_models(model, copied, kinds=KINDS[:2])[1].distance > 0.01 * found.size
+    assert align_models(model, copied, by=MOVES[:2])[1].distance > 0.01 * found.size
 
 
 @pytest.mark.parametrize("family", share(["vit", "bert", "qwen3", "opt", "t5"], 2))
@@ -111,8 +111,8 @@ def test_networks_of_their_own_come_nearer(family):
         model, other = build(family), build(family, seed)
         expected = forward(other, batch)
         distances = []
-        for kinds in ((), KINDS[:1], KINDS[:2], KINDS):
-            aligned, found = align_models(model, other, kinds=kinds)
+        for by in ((), MOVES[:1], MOVES[:2], MOVES):
+            aligned, found = align_models(model, other, by=by)
             assert difference(forward(aligned, batch), expected) < 1e-10
             assert list(found.history) == sorted(found.history, reverse=True)
             between = zip(found.reference.parameters(), aligned.parameters(), strict=True)
@@ -127,7 +127,7 @@ def test_networks_of_their_own_come_nearer(family):
 
 def test_the_canonical_form_alone_is_the_start():
     model, other = build("vit"), build("vit", seed=2)
-    aligned, _ = align_models(model, other, kinds=())
+    aligned, _ = align_models(model, other, by=())
     canonicalize_(other)
     heads = {name for pair in find(other).pairs for name in pair.names}
     for (name, p), q in zip(other.named_parameters(), aligned.parameters(), strict=True):
@@ -296,8 +296,8 @@ def test_what_cannot_be_aligned():
         align_models(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"has dtype torch\.float16"):
         align_models(copy.deepcopy(model).half(), copy.deepcopy(model).half())
-    with pytest.raises(ValueError, match="kinds is a collection of"):
-        align_models(model, model, kinds="heads")
+    with pytest.raises(ValueError, match="by is a collection of"):
+        align_models(model, model, by="heads")
     with torch.no_grad():
         other = copy.deepcopy(model)
         other.classifier.weight[0, 0] = torch.nan

@@ -142,7 +142,7 @@ def test_a_backbone_is_wired_under_every_head(family, name):
     model, batch = headed(family, name)
     assert symmetries_of(model).wired
     for classes in (False, *([True] if "labels" in batch else [])):
-        report = verify(model, batch, find(model, batch, kinds=ALL, classes=classes))
+        report = verify(model, batch, find(model, batch, scope=ALL, classes=classes))
         assert report.ok, report
         assert "vo" in by_kind(report.changes)
         assert max(report.changes.values()) < 1e-10

@@ -28,7 +28,7 @@ from tests.support.whole_networks import (
 
 def verified(model, batch, forward=default_forward, classes=False):
     """Everything that is found, verified."""
-    found = find(model, batch, kinds=ALL, classes=classes, forward=forward)
+    found = find(model, batch, scope=ALL, classes=classes, forward=forward)
     return verify(model, batch, found, forward=forward)
 
 
@@ -199,14 +199,14 @@ def test_neurons_are_pairs():
     model = build("llama")
     (batch,) = inputs("llama")
     before = forward(model, batch)
-    found = find(model, kinds=("neurons",))
+    found = find(model, scope=("neurons",))
     assert [str(p.group) for p in found.pairs] == ["(ℝ*)^12"] * 2
     move_(model, found)
     assert difference(forward(model, batch), before) < 1e-12
     model = build("opt")
     (batch,) = inputs("opt")
     before = forward(model, batch)
-    rectified = find(model, kinds=("neurons",))
+    rectified = find(model, scope=("neurons",))
     assert [str(p.group) for p in rectified.pairs] == ["(ℝ+)^12"] * 2
     move_(model, rectified)
     assert difference(forward(model, batch), before) < 1e-12
@@ -265,10 +265,10 @@ def test_a_layer_that_is_used_twice_counts_once():
             encoder.layers[1] = encoder.layers[0]
         return encoder
 
-    assert [find(built(shared), kinds=("neurons",)).dimension for shared in (True, False)] == [16, 32]
+    assert [find(built(shared), scope=("neurons",)).dimension for shared in (True, False)] == [16, 32]
     model = build("opt")
     parametrizations.weight_norm(model.model.decoder.layers[0].fc1)
-    found = find(model, kinds=("neurons",))
+    found = find(model, scope=("neurons",))
     assert [p.module for p in found.pairs] == ["decoder.layers.1.final_layer_norm"]
     assert [(r.module, r.cause) for r in found.refused] == [("decoder.layers.0.final_layer_norm", Cause.COMPUTED)]
 
@@ -340,14 +340,14 @@ def test_a_wrong_wiring_is_found_by_gradient_and_by_move():
 def test_neurons_that_are_no_symmetry_are_refused_by_a_batch_and_a_misfit_by_its_reason():
     """Wrong neurons came back as symmetries; a network that its adapter does not fit, as one without an adapter."""
     model, batch = build("opt"), next(inputs("opt"))
-    assert {p.kind for p in find(model, batch, kinds=("neurons",), forward=forward).pairs} == {"relu"}
+    assert {p.kind for p in find(model, batch, scope=("neurons",), forward=forward).pairs} == {"relu"}
     for layer in model.model.decoder.layers:
         layer.activation_fn = nn.Tanh()  # of which the table does not know
-    found = find(model, batch, kinds=("neurons",), forward=forward)
+    found = find(model, batch, scope=("neurons",), forward=forward)
     assert not found.pairs
     assert {r.cause for r in found.refused} == {Cause.CHANGES}
     del model.model.decoder.layers[0].fc2
-    found = find(model, kinds=ALL)
+    found = find(model, scope=ALL)
     assert "its adapter does not fit: " in found.table()
     assert "fc2" in found.unwired
 

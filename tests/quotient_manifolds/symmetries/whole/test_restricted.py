@@ -58,7 +58,7 @@ def parts(value):
 def test_they_are_names_and_numbers(family):
     """No module, tensor or function is in them, nor anything that another process could not read."""
     model = normalised("opt") if family == "weight norm" else build(family)
-    found = find(model, kinds=ALL, classes=True)
+    found = find(model, scope=ALL, classes=True)
     assert found.actions
     for part in parts(found):
         plain = isinstance(part, (str, int, float, Enum, tuple, list, set, type(None)))
@@ -67,7 +67,7 @@ def test_they_are_names_and_numbers(family):
     for same in (
         copy.deepcopy(found),
         pickle.loads(pickle.dumps(found)),
-        find(copy.deepcopy(model), kinds=ALL, classes=True),
+        find(copy.deepcopy(model), scope=ALL, classes=True),
     ):
         assert same == found
         assert same.table() == found.table()
@@ -82,7 +82,7 @@ def test_they_are_names_and_numbers(family):
 def test_a_label_names_one_symmetry(family):
     """So that it tells what must be folded before; kind and place do not, nor kind and weight."""
     model = build(family) if family in FAMILIES else headed(family, BACKBONES[family][-1])[0]
-    found = find(model, kinds=ALL, classes=True)
+    found = find(model, scope=ALL, classes=True)
     labels = [s.label for s in found]
     assert len(set(labels)) == len(labels)
     assert {label for a in found.actions for label in a.after} <= set(labels)
@@ -94,11 +94,11 @@ def test_a_label_names_one_symmetry(family):
 @pytest.mark.parametrize("family", share(FAMILIES, 2))
 def test_what_is_trained_makes_no_difference(family):
     model = build(family)
-    found = find(model, kinds=ALL, classes=True)
+    found = find(model, scope=ALL, classes=True)
     for trained in (lambda i: False, lambda i: i % 2 == 0, lambda i: i % 3 == 0):
         for i, p in enumerate(model.parameters()):
             p.requires_grad_(trained(i))
-        assert find(model, kinds=ALL, classes=True) == found
+        assert find(model, scope=ALL, classes=True) == found
         assert [p.requires_grad for p in model.parameters()] == [trained(i) for i, _ in enumerate(model.parameters())]
     assert found.restricted(weights_of(model)) == found
 

@@ -244,11 +244,11 @@ def test_a_pair_of_which_a_weight_is_used_elsewhere_too_is_refused(tie):
     model = OPTForCausalLM(config).double().eval()
     for p in model.parameters():
         p.data.add_(0.2 * torch.randn_like(p))
-    pairs = find(model, kinds=ALL).pairs
+    pairs = find(model, scope=ALL).pairs
     first, second = model.model.decoder.layers
     (own, name), (other, source) = (side.rsplit(".", 1) for side in tie.split(" = "))
     setattr(first.get_submodule(own), name, getattr(second.get_submodule(other), source))
-    found, batch = find(model, kinds=ALL), torch.arange(6)[None]
+    found, batch = find(model, scope=ALL), torch.arange(6)[None]
     before = model(batch).logits.detach()
 
     def change(symmetries):
