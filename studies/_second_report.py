@@ -24,6 +24,9 @@ DECISIVE = {"minilm": 3, "vit": 3, "gpt": 2}
 CONTROLS = ("loss", "error")
 TARGETS = ("forgetting", "rounding", *(f"rounding to {bits} bits" for bits in (8, 4, 3, 2)))
 AXES = ("rate", "decay", "smoothing", "optimizer", "seed")
+#: How many networks of each collection there are when the hypothesis is tested, and the level of its interval then: the
+#: bounds of O'Brien and Fleming (1979) for two looks, which err in 5 % of studies together.
+LOOKS = {24: 0.9948, 48: 0.9520}
 #: An interval below it refutes.
 SLIGHT = 0.1
 
@@ -43,10 +46,12 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Cut the collections to the same number of networks, the first in their order."""
+    """Cut the collections to the networks of the last look, the first in their order."""
     numbers = {c: {r["number"] for r in rows if r["collection"] == c} for c in DECISIVE}
     count = min(next(n for n in itertools.count() if n not in known) for known in numbers.values())
-    return [r for r in rows if r["number"] < count]
+    if not (looks := [look for look in LOOKS if look <= count]):
+        raise ValueError(f"{count} networks of each collection are complete; the first look is at {min(LOOKS)}")
+    return [r for r in rows if r["number"] < max(looks)]
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, pd.DataFrame]:
@@ -112,10 +117,10 @@ def answer(low: float, high: float) -> str:
     return "confirmed" if low > 0 else "refuted" if high < SLIGHT else "unresolved"
 
 
-def primary(found: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
+def primary(found: Mapping[str, pd.DataFrame], level: float, resamples: int = 10_000) -> dict[str, Any]:
     """Test the hypothesis: the mean over the collections decides."""
-    row = correlations(found, [PRIMARY]).iloc[-1].to_dict()
-    return {**row, "answer": answer(row["low"], row["high"])}
+    row = correlations(found, [PRIMARY], resamples=resamples, level=level).iloc[-1].to_dict()
+    return {**row, "level": level, "answer": answer(row["low"], row["high"])}
 
 
 def granulated(frame: pd.DataFrame, x: str, y: str) -> dict[str, float]:
@@ -130,21 +135,27 @@ def granulated(frame: pd.DataFrame, x: str, y: str) -> dict[str, float]:
     return {**means, "mean": float(np.mean([v for v in means.values() if not math.isnan(v)] or [math.nan]))}
 
 
-def power(networks: Sequence[int] = (24, 48), studies: int = 200) -> list[dict[str, Any]]:
-    """Simulate the primary test, three collections of so many networks: in what share it confirms or refutes."""
+def power(studies: int = 200) -> list[dict[str, Any]]:
+    """Simulate studies of three collections: in what share the hypothesis is confirmed or refuted, up to each look."""
     rows = []
-    for count, effect in product(networks, (0.0, 0.1, 0.15, 0.2, 0.3)):
-        rng, answers = np.random.default_rng([count, round(100 * effect)]), list[str]()
+    for effect in (0.0, 0.1, 0.15, 0.2, 0.3):
+        rng, answers = np.random.default_rng(round(100 * effect)), list[dict[int, str]]()
         for _ in range(studies):
-            collections = {}
+            whole = {}
             for name in "abc":
-                controls, measures, target = draw(rng, count, effect)
+                controls, measures, target = draw(rng, max(LOOKS), effect)
                 columns = (*zip(CONTROLS, controls, strict=True), (PRIMARY[0], measures[0]), (PRIMARY[1], target))
-                collections[name] = pd.DataFrame(dict(columns))
-            row = correlations(collections, [PRIMARY], resamples=1000).iloc[-1]
-            answers.append(answer(row.low, row.high))
-        shares = {k: answers.count(k) / studies for k in ("confirmed", "refuted")}
-        rows.append({"networks": count, "effect": effect, "studies": studies, **shares})
+                whole[name] = pd.DataFrame(dict(columns))
+            said, verdict = dict[int, str](), "unresolved"
+            for count, level in LOOKS.items():
+                if verdict == "unresolved":  # else the study is over
+                    found = {name: frame[:count] for name, frame in whole.items()}
+                    verdict = primary(found, level, 2000)["answer"]
+                said[count] = verdict
+            answers.append(said)
+        for count in LOOKS:
+            shares = {k: sum(a[count] == k for a in answers) / studies for k in ("confirmed", "refuted")}
+            rows.append({"networks": count, "effect": effect, "studies": studies, **shares})
     return rows
 
 
@@ -183,7 +194,7 @@ def gauges(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 def report(rows: Sequence[Mapping[str, Any]], folder: Path, resamples: int = 10_000) -> None:
     """Write tables: the hypothesis, all partial correlations, granulated ones, gauges, and the second trainings."""
     rows = complete(rows)
-    found = tables(rows)
+    found, level = tables(rows), LOOKS[1 + max(r["number"] for r in rows)]
     names = predictors_of(found)
     pairs = list(product(names, TARGETS))
     second = [{k: r[k] for k in ("collection", "number", "loss", "error")} | {f"after {k}": v for k, v in s.items()}
@@ -191,7 +202,7 @@ def report(rows: Sequence[Mapping[str, Any]], folder: Path, resamples: int = 10_
     grains = [{"collection": c, "predictor": x, "target": y, **granulated(frame, x, y)}
               for c, frame in found.items() for x, y in pairs]  # fmt: skip
     written = {
-        "hypothesis": pd.DataFrame([primary(found)]),
+        "hypothesis": pd.DataFrame([primary(found, level)]),
         "partial": correlations(found, pairs, resamples=resamples),
         "partial_distance": correlations(found, pairs, (*CONTROLS, "distance moved"), resamples=resamples),
         "differences": pd.concat([differences(found, y, resamples) for y in TARGETS[:2]]),

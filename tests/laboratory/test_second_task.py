@@ -161,7 +161,8 @@ def test_a_network_from_end_to_end(study, small, monkeypatch, capsys):
     capsys.readouterr()
 
 
-def test_the_tables_have_all_rows(study, tmp_path, capsys):
+def test_the_tables_have_all_rows(study, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(_second_report, "LOOKS", {12: 0.99, 15: 0.95})
     report, losses = _second_report, {f"{b} bits": 2.0 + 1 / b for b in study.BITS}
     names = [f"{m} worst large" for m in ("euclidean", "adaptive", "geodesic-inv", "complete-inv")]
     row = {
@@ -174,7 +175,10 @@ def test_the_tables_have_all_rows(study, tmp_path, capsys):
     assert {(r["collection"], r["number"]) for r in report.complete(unfinished)} == set(
         product(report.DECISIVE, range(12))
     )
+    with pytest.raises(ValueError, match="11 networks of each collection are complete; the first look is at 12"):
+        report.complete([r for r in unfinished if r["number"] != 11])
     report.report(unfinished, tmp_path, resamples=50)
+    assert pd.read_csv(tmp_path / "second_task_hypothesis.csv").level[0] == 0.99
     assert report.PRIMARY[0] in capsys.readouterr().out
     partial = pd.read_csv(tmp_path / "second_task_partial.csv")
     assert set(partial.collection) == {"minilm", "vit", "gpt", "mean"}
