@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite, in_double
-from quotient_manifolds.optim.sharded import exchange
+from quotient_manifolds.processes import exchange
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, canonical_form
-from quotient_manifolds.symmetries.whole import State
+from quotient_manifolds.symmetries.actions import State
 from quotient_manifolds.weights import is_sharded, reshard, trained, weights_of
 
 from .building import build_patches, stacks_of

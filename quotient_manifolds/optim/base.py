@@ -19,7 +19,7 @@ from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
-from ..symmetries.pairs import Cause, Claim, SymmetricPair, check_pairs, refused
+from ..symmetries.pairs import Claim, SymmetricPair, check_pairs
 from ..symmetries.stacks import coverage, stacks
 from ..weights import is_sharded, trained, unwrapped, weights_of
 from .clipping import clipped
@@ -31,13 +31,11 @@ from .pairs import (
     by_name,
     check_options,
     check_places,
+    chosen,
     doubts,
     explain,
-    group_of,
     home_of,
-    live,
     named,
-    orientation,
     reasons,
 )
 from .rules import Rule, State, moments
@@ -173,43 +171,24 @@ class QuotientOptimizer(Optimizer):
         for g in self.param_groups if self._within is None else ():
             g["param_names"] = unwrapped(g["param_names"], known)
         weights = by_name(self.param_groups)
-        home = {name: i for i, g in enumerate(self.param_groups) for name in g["param_names"]}
-        moving = trained(weights)
-        found, taken = given.restricted(moving), {s: p.name for p in old for s in p.slots}
-        left, chosen = list(found.refused), dict[tuple[Any, ...], list[SymmetricPair]]()
-        dead = list[str]()
-        for whole in (p for p in found.pairs if taken.keys().isdisjoint(p.slots)):
-            group, pair = group_of(whole, home, weights), live(whole, weights)
-            if not taken.keys().isdisjoint(pair.slots):
-                continue
-            flipped = orientation(pair, weights)
-            dead += [pair.name] if pair != whole else []
-            if flipped is None:
-                left.append(refused(pair, Cause.DEFICIENT, f"a rank below {pair.group.h}"))
-                continue
-            if pair.name in taken.values():
-                raise ValueError(f"two pairs are called {pair.name!r}; give each of yours another name")
-            taken.update(dict.fromkeys(pair.slots, pair.name))
-            # Adapters take turns: those that are switched off stay out of the others' stacks.
-            alike = (group, flipped, pair.scale, pair.part, is_sharded(weights[pair.G[0].name]))
-            chosen.setdefault(alike, []).append(pair)
-        new = [Stack(s.pairs, alike[1], alike[0], weights) for alike, ps in chosen.items() for s in stacks(ps, weights)]
+        moving, taken = trained(weights), {s: p.name for p in old for s in p.slots}
+        choice = chosen(given.restricted(moving), taken, self.param_groups, weights)
+        new = [
+            Stack(s.pairs, flipped, group, weights)
+            for (group, flipped, *_), pairs in choice.alike.items()
+            for s in stacks(pairs, weights)
+        ]
         self._stacks += new
         self._cover(weights)
-        if self._within is not None:
-            self._inside |= weights_of(self._within).keys() & weights.keys()
-            scales = {name: p.scale for s in self._stacks for p in s.given for name in p.names}
-            own = {p: name for name, p in weights.items()}
-            layers = ((layer, name, own.get(B)) for layer, name, B in lora_layers(self._within))
-            self._layers = [(layer, name, scales.get(B)) for layer, name, B in layers if B is not None]
-        left = alone(left, {k: p for k, p in moving.items() if k not in self._covered or k in self._partly})
+        self._note_layers(weights)
+        left = alone(choice.left, {k: p for k, p in moving.items() if k not in self._covered or k in self._partly})
         if not self._stacks and not any(p.kind == "lora" for p in left):
             why = f" ({reasons(left)})" if left else ""
             raise ValueError(
                 f"no pair (G, H) is among the parameters{why}; create_quotient_lora_optimizer(model, lr=…) finds those "
                 "of adapters, create_quotient_optimizer those of attention; for a model without either use AdamW"
             )
-        if dead:
+        if dead := choice.dead:
             words = f"{len(dead)} adapters have directions in which both factors are 0, which stay so ({dead[0]!r})"
             warnings.warn(f"{words}; those that `quotient-lora resize --rank` adds can learn", stacklevel=5)
         if left:
@@ -217,6 +196,16 @@ class QuotientOptimizer(Optimizer):
             what = "adapters" if all(p.kind == "lora" for p in every) else "parts of the model"
             which = f"{len(left)} of {len(every)} {what}, which form no pair: {reasons(left)}"
             warnings.warn(f"{self._rest()} trains {which}", stacklevel=5)
+
+    def _note_layers(self, weights: Tensors) -> None:
+        """Note which weights lie in the model, and the LoRA layers there with the scales of their pairs."""
+        if self._within is None:
+            return
+        self._inside |= weights_of(self._within).keys() & weights.keys()
+        scales = {name: p.scale for s in self._stacks for p in s.given for name in p.names}
+        own = {p: name for name, p in weights.items()}
+        layers = ((layer, name, own.get(B)) for layer, name, B in lora_layers(self._within))
+        self._layers = [(layer, name, scales.get(B)) for layer, name, B in layers if B is not None]
 
     def _rest(self) -> str:
         return " or ".join(dict.fromkeys(group["others"]["name"].rpartition(".")[2] for group in self.param_groups))

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio, finite, in_double
 from ..symmetries.certificate import Certificate, NotASymmetryError
+from ..symmetries.found import Symmetries
 from ..symmetries.lora import zero_norm
-from ..symmetries.pairs import Cause, Refusal, SymmetricPair
+from ..symmetries.pairs import Cause, Refusal, SymmetricPair, refused
+from ..symmetries.slots import Slot
 from ..weights import is_sharded, weights_of
 from .stack import Stack
 from .store import full
@@ -114,24 +116,60 @@ def check_places(model: nn.Module, layers: Iterable[Layer], weights: Mapping[str
             )
 
 
-def alone(refused: Iterable[Refusal], own: Mapping[str, Tensor]) -> list[Refusal]:
+def alone(left: Iterable[Refusal], own: Mapping[str, Tensor]) -> list[Refusal]:
     """List what forms no pair, but has matrices among ``own``: in its module, or, where a part is frozen, in itself."""
     matrices, found = {name for name, p in own.items() if p.dim() > 1}, list[Refusal]()
-    for p in refused:
+    for p in left:
         path = f"{p.module}." if p.module else ""
         inside = p.cause is not Cause.FROZEN and any(name.startswith(path) for name in matrices)
         found += [p] if inside or not matrices.isdisjoint(p.names) else []
     return found
 
 
-def reasons(refused: Iterable[Refusal]) -> str:
+def reasons(left: Iterable[Refusal]) -> str:
     """Join the reasons why there are no pairs, each with the first of its places."""
     alike: dict[object, list[Refusal]] = {}
-    for p in refused:
+    for p in left:
         alike.setdefault(p.cause if p.cause in (Cause.FROZEN, Cause.COMPUTED) else p.reason, []).append(p)
     return "; ".join(
         f"{first.reason} ({first.name!r}{f' and {len(rest)} more' if rest else ''})" for first, *rest in alike.values()
     )
+
+
+class Choice(NamedTuple):
+    """What becomes of symmetries: pairs, by what those of one stack share; what is left; adapters without some columns.
+
+    Pairs of one stack share their parameter group, whether their factors have swapped roles, their scale, their place
+    in the model, and whether they are sharded. Adapters take turns, so those that are switched off stay out of the
+    others' stacks.
+    """
+
+    alike: dict[tuple[int, bool, float, str, bool], list[SymmetricPair]]
+    left: list[Refusal]
+    dead: list[str]
+
+
+def chosen(
+    found: Symmetries, taken: Mapping[Slot, str], groups: Iterable[Mapping[str, Any]], weights: Mapping[str, Tensor]
+) -> Choice:
+    """Choose the pairs that an optimiser steps, beside those whose slots are ``taken``, by their names."""
+    home = {name: i for i, group in enumerate(groups) for name in group["param_names"]}
+    choice, taken = Choice({}, list(found.refused), []), dict(taken)
+    for whole in (p for p in found.pairs if taken.keys().isdisjoint(p.slots)):
+        group, pair = group_of(whole, home, weights), live(whole, weights)
+        if not taken.keys().isdisjoint(pair.slots):
+            continue
+        if pair != whole:
+            choice.dead.append(pair.name)
+        if (flipped := orientation(pair, weights)) is None:
+            choice.left.append(refused(pair, Cause.DEFICIENT, f"a rank below {pair.group.h}"))
+            continue
+        if pair.name in taken.values():
+            raise ValueError(f"two pairs are called {pair.name!r}; give each of yours another name")
+        taken.update(dict.fromkeys(pair.slots, pair.name))
+        sharded = is_sharded(weights[pair.G[0].name])
+        choice.alike.setdefault((group, flipped, pair.scale, pair.part, sharded), []).append(pair)
+    return choice
 
 
 def group_of(pair: SymmetricPair, home: Mapping[str, int], weights: Mapping[str, Tensor]) -> int:

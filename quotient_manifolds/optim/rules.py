@@ -157,14 +157,16 @@ def adam(
     """
     K_inv, step = metric.inverse_roots, state["step"] + 1
     correction_1, correction_2 = (1 - beta ** step[:, None, None] for beta in betas)
+    # C ← β₂ C + (1 − β₂) ∇ᴴ∇ / n;  R = (Ĉ + 10⁻³ ‖Ĉ‖ I)^(−1/2), where Ĉ is that of coordinates ∇ K⁻ᴴ
     (C,) = g.average_([state["matrix"]], [g.grams() / g.counts], 1 - betas[1])
     C_hat = K_inv @ (C / correction_2[:, None]) @ K_inv.mH
     C_hat.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(C_hat)[..., None], alpha=_LEAST)
-    R = K_inv.mH @ inverse_root(C_hat, metric.eye)  # for gradients in place of their coordinates
+    R = K_inv.mH @ inverse_root(C_hat, metric.eye)  # K⁻ᴴ R: for gradients in place of their coordinates
+    # r ← β₂ r + (1 − β₂) ‖(∇ K⁻ᴴ R)ᵢ‖²;  √r̂ + ε, both times √h, which takes √h from the rate
     squares = g.row_squares(R)
-    (r,) = g.average_([state["rows"]], [squares], 1 - betas[1])  # times h, which takes √h from the rate
+    (r,) = g.average_([state["rows"]], [squares], 1 - betas[1])
     sizes = torch.div(r, correction_2, out=squares).sqrt_().add_(eps * R.shape[-1] ** 0.5)  # in the rows' precision
-    # Dividing rows commutes with R, which needs no product of its own: it goes with K⁻¹ to the matrices of the update.
+    # m ← β₁ m + (1 − β₁) ∇;  d = m / (√r̂ + ε), for dividing rows commutes with R, which goes to the update's matrices
     parts = sizes.split([x.shape[1] for x in g.rows], dim=1)
     for d, m, size in zip(g.rows, g.average_(moments_of(state), g.rows, 1 - betas[0]), parts, strict=True):
         torch.div(m, size, out=d)
@@ -202,10 +204,11 @@ def muon(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> t
     >>> (update.factor * update.rows[0] @ update.matrices[:, 0])[0, 0].round(decimals=3).item()
     0.112
     """
-    K_inv, m = metric.inverse_roots, g.average_(moments_of(state), g.rows, 1 - momentum)
-    torch._foreach_lerp_(g.rows, m, momentum)  # the rows are u from here on
-    # Where the product lacks rank K⁻¹ of H is large, and u small: its Gram matrix comes after the product of both.
-    to_polar = K_inv.mH @ inverse_root(g.grams_of(K_inv), metric.eye)  # u times this is polar(u K⁻ᴴ)
+    K_inv, m = metric.inverse_roots, g.average_(moments_of(state), g.rows, 1 - momentum)  # m ← μ m + (1 − μ) ∇
+    torch._foreach_lerp_(g.rows, m, momentum)  # u = (1 − μ) ∇ + μ m, in the rows of g
+    # polar(u K⁻ᴴ) = u K⁻ᴴ (K⁻¹ uᴴu K⁻ᴴ)^(−1/2). Where the product lacks rank K⁻¹ of H is large, and u small, so they
+    # are multiplied before their Gram matrix is taken.
+    to_polar = K_inv.mH @ inverse_root(g.grams_of(K_inv), metric.eye)
     return Update(g.rows, to_polar @ K_inv, 1 / 2), state
 
 
@@ -294,6 +297,6 @@ def sgd(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> tu
     0.75
     """
     K_inv = metric.inverse_roots
-    torch._foreach_div_(g.rows, 1 - momentum)  # the mean of m and ∇ / (1 - μ) is μ m + ∇
+    torch._foreach_div_(g.rows, 1 - momentum)  # m ← μ m + ∇ is the mean of m and ∇ / (1 - μ)
     d = g.average_(moments_of(state), g.rows, 1 - momentum) if state else g.rows
-    return Update(d, K_inv.mH @ K_inv), state
+    return Update(d, K_inv.mH @ K_inv), state  # W⁻¹ = K⁻ᴴ K⁻¹

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..linalg import at_least_float32
+from ..processes import exchange
 from ..weights import is_sharded
 from .metric import wide
 from .stack import Stack
@@ -27,20 +28,6 @@ def _over(t: Any) -> tuple[Any, tuple[int, ...]]:
 def _share(s: Stack, rank: int, size: int) -> slice:
     """Return which pairs of a stack one of several processes steps."""
     return slice(len(s.given) * rank // size, len(s.given) * (rank + 1) // size)
-
-
-def exchange(sent: list[list[Tensor]], into: list[list[Tensor]], nothing: Tensor, group: Any) -> None:
-    """Send lists of tensors to the processes of a group by one call, and fill others by what comes from them.
-
-    What travels has the dtype and device of ``nothing``, which is empty.
-    """
-    flat = torch.cat([nothing, *(t.flatten() for own in sent for t in own)]).to(nothing.dtype)
-    coming, going = ([sum(t.numel() for t in own) for own in parts] for parts in (into, sent))
-    received = flat.new_empty(sum(coming))
-    dist.all_to_all_single(received, flat, coming, going, group=group)
-    filled = [nothing, *chain(*into)]
-    parts = received.split([t.numel() for t in filled])
-    torch._foreach_copy_(filled, [part.view(t.shape) for part, t in zip(parts, filled, strict=True)])
 
 
 class ShardedPairs(Store):
