@@ -16,7 +16,7 @@ from torch import nn
 
 from ..weights import plain_class
 from .layout import affine, find, has, norm, table, wire, within
-from .notation import Layout, Rows, names_of
+from .notation import Layout, NamedRows, names_of
 from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
 
 #: What finds the wiring of a network, once this table is read.
@@ -226,6 +226,6 @@ def _t5(model: Any) -> Wiring:
     """Two streams that share their words; the decoder's keys and values read the encoder's last norm."""
     head, blocks = affine(model, "lm_head"), range(len(model.decoder.block))
     cross = [affine(model, f"decoder.block.{i}.layer.1.EncDecAttention.{x}") for i in blocks for x in "kv"]
-    w = Wiring(classifiers=[("lm_head", head)], tables=[("shared", table(model, Rows(("shared",)))[0])])
+    w = Wiring(classifiers=[("lm_head", head)], tables=[("shared", table(model, NamedRows(("shared",)))[0])])
     wire(w, model, _layout("t5"), cross, "encoder.", at="encoder")
     return wire(w, model, _layout("t5 decoder"), [head], "decoder.", at="decoder")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .notation import Layout, Rows, Sublayer
+from .notation import Layout, NamedRows, Sublayer
 from .slots import Slot, outline, slot
 from .wiring import Affine, Norm, Site, Wiring, neurons
 
@@ -50,7 +50,7 @@ def affine(
     *names : str
         Name of the layer, or of the matrix P, in it; of several the first that exists.
     outputs, inputs : slice
-        Rows and columns of W, where one layer writes or reads several things.
+        NamedRows and columns of W, where one layer writes or reads several things.
     blind : bool
         See :class:`Affine`.
 
@@ -121,7 +121,7 @@ def norm(root: nn.Module, *names: str, centring: bool = True, offset: float = 0.
     return Norm(gain, shift, centring, offset)
 
 
-def table(root: nn.Module, rows: Rows) -> list[Slot]:
+def table(root: nn.Module, rows: NamedRows) -> list[Slot]:
     """Describe rows of a parameter (…, d), or of an embedding's."""
     name, value = find(root, *rows.names)
     weight = f"{name}.weight" if isinstance(value, nn.Module) else name
@@ -166,7 +166,7 @@ def _add_sublayer(
     writer = affine(root, *within(layer, *s.writer))
     w.writers.append((f"{name} writer", writer))
     if has(root, *within(layer, *s.scale)):
-        w.scales.append((f"{name} scale", table(root, Rows(tuple(within(layer, *s.scale))))[0], writer))
+        w.scales.append((f"{name} scale", table(root, NamedRows(tuple(within(layer, *s.scale))))[0], writer))
     if s.qk_norms:
         queries, keys = (norm(root, n, centring=False) for n in within(layer, *s.qk_norms))
         w.qk_norms.append((name, queries, keys))

@@ -12,8 +12,8 @@ Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of a parameter (…, d), or outputs of a layer: ``"words"``, ``"positions[2:]"``, ``"types?[:1,2:]"``.
+class NamedRows:
+    """NamedRows of a parameter (…, d), or outputs of a layer: ``"words"``, ``"positions[2:]"``, ``"types?[:1,2:]"``.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class Rows:
     optional: bool = False
 
     @classmethod
-    def read(cls, text: str) -> Rows:
+    def read(cls, text: str) -> NamedRows:
         """Read the notation."""
         names, _, ranges = text.partition("[")
         bounds = [part.split(":") for part in (ranges.rstrip("]") or ":").split(",")]
@@ -113,7 +113,7 @@ class Layout:
         The sublayers of a layer, in this order.
     last : tuple of str
         Pre-norm: the norm after the stack. Post-norm: the norm of the embeddings, before it.
-    embeddings : tuple of tuple of Rows
+    embeddings : tuple of tuple of NamedRows
         What is added to the stream before the layers. ``"words + positions[2:], words + types"``: each row of the
         second parameter is always added to one row of the first, and so is each of the third. A convolution or linear
         layer writes all its outputs, and its bias is what is added.
@@ -121,7 +121,7 @@ class Layout:
         Post-norm: a layer after the embeddings' norm, if they have another width than the stream.
     first : tuple of str
         A norm after the embeddings, whose output is the stream.
-    scores : tuple of Rows
+    scores : tuple of NamedRows
         Tables (positions, heads), wherever they are below the model, whose rows are added to the scores of a query.
     post_norm : bool
     centring : bool
@@ -135,10 +135,10 @@ class Layout:
     cross: Sublayer | None = None
     mlp: Sublayer | None = None
     last: Names = ()
-    embeddings: tuple[tuple[Rows, ...], ...] = ()
+    embeddings: tuple[tuple[NamedRows, ...], ...] = ()
     projection: Names = ()
     first: Names = ()
-    scores: tuple[Rows, ...] = ()
+    scores: tuple[NamedRows, ...] = ()
     post_norm: bool = False
     centring: bool = True
     offset: float = 0.0
@@ -163,15 +163,15 @@ def _each(found: re.Match[str]) -> str:
     return " ".join(found[1] + each + found[3] for each in found[2].split(","))
 
 
-def _sums(text: str) -> tuple[tuple[Rows, ...], ...]:
-    return tuple(tuple(map(Rows.read, row.split(" + "))) for row in text.split(", ") if row)
+def _sums(text: str) -> tuple[tuple[NamedRows, ...], ...]:
+    return tuple(tuple(map(NamedRows.read, row.split(" + "))) for row in text.split(", ") if row)
 
 
 #: What reads a field of a layout that has no names alone.
 _READERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("attention", "cross", "mlp"), Sublayer.read),
     "embeddings": _sums,
-    "scores": lambda text: tuple(map(Rows.read, text.split())),
+    "scores": lambda text: tuple(map(NamedRows.read, text.split())),
     **dict.fromkeys(("post_norm", "centring"), "yes".__eq__),
     "offset": float,
 }

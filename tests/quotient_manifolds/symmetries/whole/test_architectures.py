@@ -7,7 +7,7 @@ from torch import nn
 
 from quotient_manifolds.symmetries import ALL, canonicalize_, find, verify
 from quotient_manifolds.symmetries.layout import affine, has, table, wire
-from quotient_manifolds.symmetries.notation import Layout, Rows
+from quotient_manifolds.symmetries.notation import Layout, NamedRows
 from quotient_manifolds.symmetries.whole import (
     State,
     Wiring,
@@ -107,7 +107,7 @@ def test_what_is_in_the_stream_before_the_layers():
 
 def test_names():
     model = Stack()
-    assert [State(weights_of(model)).read(rows).shape for rows in table(model, Rows.read("words[1:3,-1:]"))] == [
+    assert [State(weights_of(model)).read(rows).shape for rows in table(model, NamedRows.read("words[1:3,-1:]"))] == [
         (2, 4),
         (1, 4),
     ]

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from quotient_manifolds.symmetries import ALL, Cause, canonicalize_, find, moved_weights
 from quotient_manifolds.symmetries.layout import table
 from quotient_manifolds.symmetries.listing import actions_of
-from quotient_manifolds.symmetries.notation import Rows
+from quotient_manifolds.symmetries.notation import NamedRows
 from quotient_manifolds.symmetries.slots import renamed
 from quotient_manifolds.symmetries.whole import (
     Site,
@@ -63,7 +63,7 @@ def test_part_of_the_outputs():
 
 def test_rows_of_a_table():
     net = nn.Sequential(words := nn.Embedding(4, 3))
-    state, (rows,) = State(weights_of(net)), table(net, Rows.read("0[1:]"))
+    state, (rows,) = State(weights_of(net)), table(net, NamedRows.read("0[1:]"))
     state.add(rows, torch.ones(3, dtype=torch.float64))
     expected = words.weight.detach().double().clone()
     expected[1:] += 1
@@ -83,7 +83,7 @@ def test_ties_are_seen():
     @register_wiring(Tied)
     def wiring(net):
         site = Site("last", norm(net, "1"), (affine(net, "2"),))
-        return Wiring(sites=[site], tables=[("words", *table(net, Rows(("0",))))])
+        return Wiring(sites=[site], tables=[("words", *table(net, NamedRows(("0",))))])
 
     words, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     net = Tied(words, nn.LayerNorm(4), head, nn.LayerNorm(4))
