@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..weights import plain_class
-from .layout import affine, find, has, norm, table, wire, within
+from .layout import affine, first_of, has, norm, table, wire, within
 from .notation import Layout, NamedRows, names_of
 from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
 
@@ -168,7 +168,7 @@ def _head(w: Wiring, model: Any, at: str) -> list[Affine]:
     if has(model, *_HEADS["norm"]):
         decoder = affine(model, *_HEADS["decoder"])
         w.sites.append(Site("head", norm(model, *_HEADS["norm"]), (decoder,)))
-        if find(model, decoder.matrix.name)[1] is base.get_input_embeddings().weight:
+        if first_of(model, decoder.matrix.name)[1] is base.get_input_embeddings().weight:
             w.alike += readers[0].written
         else:
             w.closed = False
@@ -211,7 +211,7 @@ def _with_types(w: Wiring, model: Any, at: str) -> str:
     words, positions, types = (f"embeddings.{x}_embeddings" for x in ("word", "position", "token_type"))
     embeddings = model.get_submodule(*within(at, "embeddings"))
     pad, weight = getattr(embeddings, "padding_idx", None), embeddings.word_embeddings.weight
-    if any(find(model, a.matrix.name)[1] is weight for _, a in w.classifiers):
+    if any(first_of(model, a.matrix.name)[1] is weight for _, a in w.classifiers):
         return f"{words}, {types} + {positions}" + ("" if pad is None else f"[{pad}:]")
     if pad is None:
         return f"{words} + {positions}, {words} + {types}"

@@ -22,7 +22,7 @@ def within(at: str, *names: str) -> list[str]:
     return [f"{at}.{name}".removeprefix(".") for name in names]
 
 
-def find(root: nn.Module, *names: str) -> tuple[str, Any]:
+def first_of(root: nn.Module, *names: str) -> tuple[str, Any]:
     """Return the first that exists of some names, and what it names."""
     for name in names:
         with suppress(AttributeError):
@@ -34,7 +34,7 @@ def find(root: nn.Module, *names: str) -> tuple[str, Any]:
 def has(root: nn.Module, *names: str) -> bool:
     """Return whether one of some names exists."""
     with suppress(AttributeError):
-        return find(root, *names)[1] is not None
+        return first_of(root, *names)[1] is not None
     return False
 
 
@@ -70,7 +70,7 @@ def affine(
     >>> affine(nn.Sequential(nn.Conv2d(3, 8, 2)), "0").matrix.size
     (8, 12)
     """
-    name, value = find(root, *names)
+    name, value = first_of(root, *names)
     weight, bias, reverse = name, "", not isinstance(value, nn.Module)
     if isinstance(value, nn.MultiheadAttention):
         weight, bias = within(name, "in_proj_weight", "in_proj_bias")
@@ -113,7 +113,7 @@ def norm(root: nn.Module, *names: str, centring: bool = True, offset: float = 0.
     >>> norm(nn.Sequential(nn.RMSNorm(3)), "0", centring=False).shift is None
     True
     """
-    name, found = find(root, *names)
+    name, found = first_of(root, *names)
     rms = type(found).__name__.endswith(("RMSNorm", "T5LayerNorm"))
     if not (isinstance(found, nn.LayerNorm) if centring else rms):
         raise AttributeError(f"{name} is a {type(found).__name__}, not the norm that is wired")
@@ -123,7 +123,7 @@ def norm(root: nn.Module, *names: str, centring: bool = True, offset: float = 0.
 
 def table(root: nn.Module, rows: NamedRows) -> list[Slot]:
     """Describe rows of a parameter (…, d), or of an embedding's."""
-    name, value = find(root, *rows.names)
+    name, value = first_of(root, *rows.names)
     weight = f"{name}.weight" if isinstance(value, nn.Module) else name
     whole = outline(root, weight)
     return [Slot.from_view(weight, whole, whole.view(-1, whole.shape[-1])[part]) for part in rows.ranges]
@@ -142,7 +142,7 @@ def wire(
     if end and has(root, *within(at, *layout.projection)):  # the first layer reads without a norm
         w.sites.append(Site(*end, (affine(root, *within(at, *layout.projection)),)))
         end = None
-    prefix, (path, layers) = f"{name}{layout.layers[0]}", find(root, *within(at, *layout.layers))
+    prefix, (path, layers) = f"{name}{layout.layers[0]}", first_of(root, *within(at, *layout.layers))
     for i, s in product(range(len(layers)), layout.sublayers):
         site, layer = f"{prefix}.{i}.{s.norm[0]}", f"{path}.{i}"
         its, (readers, writer) = norm_of(root, *within(layer, *s.norm)), _add_sublayer(w, root, layer, s, site, at)
@@ -187,7 +187,7 @@ def _kind(root: nn.Module, at: str, act: str) -> str:
     """Return what is known of an activation: gated, rectified, or nothing."""
     if act == "glu":
         return act
-    _, value = find(root, *within(at, act))
+    _, value = first_of(root, *within(at, act))
     return "relu" if value in ("relu", 1) or isinstance(value, nn.ReLU) else ""
 
 
@@ -200,7 +200,7 @@ def _add_embeddings(w: Wiring, root: nn.Module, layout: Layout, name: str, at: s
             its = replace(term, names=tuple(within(at, *term.names)))
             if term.optional and not has(root, *its.names):
                 continue
-            if isinstance(find(root, *its.names)[1], (nn.Embedding, Tensor)):
+            if isinstance(first_of(root, *its.names)[1], (nn.Embedding, Tensor)):
                 slots = table(root, its)
                 tables.setdefault("|".join(term.names), []).extend(slots)
             else:
