@@ -409,7 +409,7 @@ def test_every_place_that_prints_a_result_says_what_limits_it(tmp_path, capsys, 
     monkeypatch.setattr("sharpness.study.correlation._RESAMPLES", 30)
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
-    run = ["tests.sharpness.test_study_tables:network", "tests.sharpness.test_study_tables:batches"]
+    run = ["tests.sharpness.study.test_study_tables:network", "tests.sharpness.study.test_study_tables:batches"]
     own = ["--rho", "2", "--steps", "1", "--measure", "geodesic-mix", "--quiet"]
     assert cli.main(["run", *run, *own, "--out", "r.json", "--report", "r.html"]) == 0
     printed, page = capsys.readouterr().out, html.unescape(Path("r.html").read_text(encoding="utf-8"))
