@@ -204,3 +204,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     stays = all(t.device == device and not t.is_inference() for t in tensors(batch))
     return batch if stays else tree_map(lambda t: t.to(device, copy=t.is_inference()), batch)
+
+
+def operations(loss: Tensor) -> set[str]:
+    """Return the names of the operations in the graph behind a loss."""
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:
+        behind = {n for n, _ in node.next_functions} - seen
+        seen |= behind
+        nodes.extend(behind)
+    return {node.name() for node in nodes}

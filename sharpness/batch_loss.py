@@ -134,7 +134,7 @@ class BatchLoss:
     def _check_second_pass(self, one: float) -> None:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
         run = partial(self.objective.value, self.space.model, self.pieces[0][1])
-        if self.space.evidence.missing()[1]:
+        if self.space.evidence.missing().weights:
             with eager(), _Seen() as seen:
                 two = run()
             if seen.hidden:

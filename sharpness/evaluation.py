@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
+from functools import reduce
+from operator import and_
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -18,13 +20,14 @@ from quotient_manifolds.weights import plain_class, preserve_model_state
 
 from .batch_loss import BatchLoss
 from .direction import Direction
-from .distributed import World, checksum, is_sharded_model
+from .distributed import World, check_alike, checksum, is_sharded_model
 from .errors import check_flags
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, checked_radii, get_measure
-from .measuring import attached_space, collected
+from .measuring import attached_space, remarks_on
 from .options import Search
 from .results import SharpnessResult
+from .space import Unreached
 from .statistic import Average, BatchResult, Curvature, GradientNorm, Statistic
 from .worst import Worst
 
@@ -205,6 +208,14 @@ def hessian(
     return statistic_of(Curvature(num_matvecs, seed), model, batches, loss_fn, **options)
 
 
+class _Share(NamedTuple):
+    """What one process found: its results, what its gradients did not reach, and checksums of what it was given."""
+
+    results: list[BatchResult]
+    unreached: Unreached
+    contents: Mapping[str, int]
+
+
 def statistic_of(
     statistic: Statistic, model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None,
@@ -241,12 +252,13 @@ def statistic_of(
                     results.append(result)
                     if direction is not None:
                         directions[index, result.rho] = direction
-        shares.append((results, *space.evidence.missing(), contents))
-    results, uncertified, remarks = collected(space, shares)
-    results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
+        shares.append(_Share(results, space.evidence.missing(), contents))
+    check_alike([share.contents for share in shares])
+    unreached = reduce(and_, (share.unreached for share in shares))
+    results = sorted((r for share in shares for r in share.results), key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
-        measure, statistic, radii, plain_class(model).__name__, *space.spectrum(), uncertified, tuple(results),
-        remarks, space.divided, directions,
+        measure, statistic, radii, plain_class(model).__name__, *space.spectrum(), len(unreached.pairs),
+        tuple(results), remarks_on(space, unreached), space.divided, directions,
     )  # fmt: skip
 
 

@@ -6,10 +6,10 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,10 @@ from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import plain_class, plain_names, weights_of
 
 from .building import trainable
-from .distributed import check_alike, is_sharded_model, world_of
+from .distributed import is_sharded_model, world_of
 from .losses import SMALL, Objective, check_batches, computed_in, rounding_error, to_float32
 from .measures import Measure, get_measure
-from .space import WeightSpace
-
-T = TypeVar("T")
+from .space import Unreached, WeightSpace
 
 #: Number of modules or weights that a remark names.
 _NAMED = 12
@@ -216,19 +214,15 @@ def _warn(text: str, remarks: list[str]) -> None:
     remarks.append(text)
 
 
-def collected(
-    space: WeightSpace, shares: list[tuple[list[T], set[str], set[str], set[str], Mapping[str, int]]]
-) -> tuple[list[T], int, tuple[str, ...]]:
-    """Join the processes' results, pairs that nothing certifies, and weights without a gradient; say all remarks."""
-    everything, uncertified, unreached, flat, contents = zip(*shares, strict=True)
-    check_alike(contents)
-    lost, remarks = set.intersection(*unreached), list(space.remarks)
+def remarks_on(space: WeightSpace, unreached: Unreached) -> tuple[str, ...]:
+    """Say all that was noticed of a space, and which of its weights no gradient reached."""
+    remarks = list(space.remarks)
     sizes = {name: p.numel() for name, p in space.parameters.items()}
-    for some, what in ((lost, _NO_GRADIENT), (set.intersection(*flat) - lost, _ZERO_GRADIENT)):
+    for some, what in ((unreached.weights, _NO_GRADIENT), (unreached.flat - unreached.weights, _ZERO_GRADIENT)):
         if some:
             count = f"{sum(sizes[name] for name in some):,} of {sum(sizes.values()):,}"
             remarks.append(f"{count} weights {what}: {_listed(sizes, some)}")
-    return list(itertools.chain(*everything)), len(set.intersection(*uncertified)), tuple(remarks)
+    return tuple(remarks)
 
 
 def _listed(every: Iterable[str], chosen: Collection[str]) -> str:

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32, differentiated
+from quotient_manifolds.passes import operations
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 from quotient_manifolds.weights import is_narrow, pointing_to, weights_of
@@ -32,6 +33,18 @@ _IN_FLOAT32 = 1e-4
 #: A vector, whole or as the list of its parts.
 V = TypeVar("V", Tensor, list[Tensor])
 HIDES = "checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=False, or freeze weights without use"
+
+
+class Unreached(NamedTuple):
+    """Names of pairs and weights that no gradient has reached yet."""
+
+    pairs: set[str]  # which nothing certifies
+    weights: set[str]  # on which no loss depends
+    flat: set[str]  # these weights, and those whose gradient was 0
+
+    def __and__(self, other: Unreached) -> Unreached:
+        """Name what neither of two processes has reached."""
+        return Unreached(*(one & another for one, another in zip(self, other, strict=True)))
 
 
 class Evidence:
@@ -65,15 +78,12 @@ class Evidence:
         self._flat = {name for name, g in slopes.items() if g is None or not bool(g.any())}
         self._unreached &= {name for name, g in slopes.items() if g is None}
 
-    def missing(self) -> tuple[set[str], set[str], set[str]]:
-        """Name the pairs of all processes that had no gradient yet, and the weights on any process.
-
-        Of weights there are two sets: those on which no loss depends, and with them those whose gradient was 0.
-        """
+    def missing(self) -> Unreached:
+        """Name what is unreached: the pairs of all processes, and the weights on any process."""
         gather = self._space.world.gather
         uncertified = set(gather(sorted(p.name for p in self._certification.open)))
         unreached, flat = (set.intersection(*gather([names])) for names in (self._unreached, self._flat))
-        return uncertified, unreached, flat
+        return Unreached(uncertified, unreached, flat)
 
 
 class WeightSpace:
@@ -330,7 +340,7 @@ class WeightSpace:
                     g = g.to_dense() if g.is_sparse else g
                     total[name] = total[name] + g if name in total else g
             # Every batch is differentiated at the base point first, so the graph is read there alone.
-            if self._at is None and len(total) < len(moving) and "CheckpointFunctionBackward" in _operations(loss):
+            if self._at is None and len(total) < len(moving) and "CheckpointFunctionBackward" in operations(loss):
                 raise ValueError(HIDES)
             del loss, gradients
         if not total:
@@ -387,14 +397,3 @@ class WeightSpace:
                 for name in last:
                     gradient.pop(name, None)
         return out
-
-
-def _operations(loss: Tensor) -> set[str]:
-    """Return the names of the operations in the graph behind a loss."""
-    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = {None, *nodes}
-    for node in nodes:
-        behind = {n for n, _ in node.next_functions} - seen
-        seen |= behind
-        nodes.extend(behind)
-    return {node.name() for node in nodes}

@@ -24,7 +24,7 @@ from .evaluation import progress_bar
 from .lanczos import Products, largest, spectral_density
 from .losses import LossFunction, Objective, count_labels
 from .measures import Measure, get_measure
-from .measuring import attached_space, collected
+from .measuring import attached_space, remarks_on
 from .space import WeightSpace
 
 #: Names of the matrices in results.
@@ -174,11 +174,11 @@ def spectrum(
         products = Products(space, product, bar)
         values = largest(products, k, seed)
         points = spectral_density(products, seed) if density else None
-        shares: list[Any] = [([], *space.evidence.missing(), {})]
-        _, uncertified, remarks = collected(space, shares)
+        unreached = space.evidence.missing()
     return Spectrum(
-        matrix, measure, plain_class(model).__name__, values, points, loss, products.number, uncertified, remarks
-    )
+        matrix, measure, plain_class(model).__name__, values, points, loss, products.number, len(unreached.pairs),
+        remarks_on(space, unreached),
+    )  # fmt: skip
 
 
 def _examined(
