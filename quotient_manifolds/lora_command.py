@@ -20,10 +20,12 @@ import os
 import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from .errors import is_mendable
 from .hub import look_up
 
 #: The commands, with what they ask for and do.
@@ -41,7 +43,10 @@ _METHODS = "A weighted sum (the default), TIES or DARE of the products, or their
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, by default that of the process; an error is one line, with exit code 2."""
+    """Run the command line, by default that of the process; an error is one line, with exit code 2.
+
+    Above the line of a defect of ours its traceback is printed.
+    """
     options = vars(_parser().parse_args(arguments))
     name, as_json = options.pop("command"), options.pop("json", False)
     asked = [options[part] for part in _COMMANDS[name][0].split()]
@@ -55,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("quotient-lora: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, ImportError, ArithmeticError) as error:
+    except Exception as error:
         return _failed(error)
     return 0
 
@@ -82,7 +87,11 @@ def _failed(error: Exception) -> int:
     """Report an error in one line; nobody reads it if it is that of a closed pipe."""
     if isinstance(error, BrokenPipeError):
         return 128 + 13  # as programs end that SIGPIPE ends
-    print(f"quotient-lora: {' '.join(str(error).split())}", file=sys.stderr)
+    said = " ".join(str(error).split())
+    if not is_mendable(error):
+        traceback.print_exception(error)
+        said = f"{type(error).__name__}: {said}".rstrip(": ")
+    print(f"quotient-lora: {said}", file=sys.stderr)
     return 2
 
 

@@ -34,8 +34,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn
 
+from quotient_manifolds.errors import is_mendable
+
 from . import commands, spectrum_command, sweeps, symmetry_commands
-from .errors import EXPECTED, painted, words_of
+from .errors import painted, words_of
 from .options import DataChoice, RunOptions, Search
 
 
@@ -98,7 +100,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | None = None) -> int:
-    """Run the command line, by default that of the process; every error is reported in one line, with exit code 2."""
+    """Run the command line, by default that of the process; an error is one line, with exit code 2.
+
+    Above the line of a defect of ours its traceback is printed.
+    """
     top = parser() if top is None else top
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -117,7 +122,7 @@ def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | 
         _close_output()
         return 141  # as programs end that SIGPIPE ends: whoever read has seen enough
     except Exception as error:
-        if not isinstance(error, EXPECTED):
+        if not is_mendable(error):
             traceback.print_exc()
         said, code = painted(words_of(error), "31", sys.stderr), 2
     try:

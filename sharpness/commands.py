@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import aligned, naming, require_extra, say
+from .errors import about, aligned, require_extra, say
 from .files import check_apart, check_file, write_json
 from .options import DataChoice, RunOptions, Search
 
@@ -98,7 +98,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
             written["model"] = {"name": model, "checkpoint": own.checkpoint, "digest": digest}
         try:
             for name in own.measure:
-                with naming(f"{model} on {data}"):
+                with about(f"{model} on {data}"):
                     shown: dict[str, Any] = {"group": group, "progress": leader and not own.quiet}
                     results.append(result := quantity(name, network, batches, search, own.rho, **passes, **shown))
                 if leader:
@@ -208,7 +208,7 @@ def compare(
     from .models import load
 
     two = [load(name).model if model is None else load(model, name).model for name in (one, other)]
-    with naming(f"{one} and {other} cannot be compared"):
+    with about(f"{one} and {other} cannot be compared"):
         found = model_distance(*two, metric=metric, modulo=modulo)
     known = [p for p in found.pairs if not math.isnan(p.distance)]
     say([f"distance {found.total:.4g} ({metric}) on {len(known)} pairs"], "1")

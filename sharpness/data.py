@@ -70,7 +70,9 @@ def batches_of(choice: DataChoice, loaded: LoadedModel, device: torch.device | s
         plain = DataChoice(choice.source, batches=choice.batches, batch_size=choice.batch_size)
         if given := [f.name for f in fields(choice) if getattr(choice, f.name) != getattr(plain, f.name)]:
             raise ValueError(f"{choice.source} is a function, which makes its batches itself; omit {', '.join(given)}")
-        batches = called(choice.source)
+        made = called(choice.source)
+        with naming(f"{choice.source} failed"):  # if it makes one batch after the other
+            batches = iter(list(itertools.islice(made, choice.batches)))
     else:
         examples = load_examples(choice, loaded)
         remarks = examples.remarks

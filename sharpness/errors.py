@@ -38,7 +38,8 @@ def words_of(error: BaseException) -> str:
 def naming(what: str) -> Iterator[None]:
     """Turn an exception from a user's file, model or function into a one-sentence error that begins with ``what``.
 
-    A missing library or a lack of memory is raised unchanged.
+    A missing library or a lack of memory is raised unchanged. In it defects of ours would look like errors of the
+    user, so code of ours that may have any stands in :func:`about`.
 
     >>> with naming("the settings cannot be read"):
     ...     {}["steps"]
@@ -51,6 +52,32 @@ def naming(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
+            raise
+        raise ValueError(f"{what}: {words_of(error)}") from error
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Begin errors that users can mend, in work of ours on their files or model, with ``what``; defects pass.
+
+    >>> from quotient_manifolds.linalg import as_count
+    >>> with about("model on data"):
+    ...     as_count("steps", 0)
+    Traceback (most recent call last):
+    ValueError: model on data: steps must be a whole number of at least 1, got 0
+    >>> with about("model on data"):
+    ...     int("a defect")
+    Traceback (most recent call last):
+    ValueError: invalid literal for int() with base 10: 'a defect'
+    """
+    try:
+        yield
+    except (ImportError, RemoteError):
+        raise
+    except Exception as error:
+        from quotient_manifolds.errors import is_mendable  # which nothing needs that succeeds
+
+        if not is_mendable(error):
             raise
         raise ValueError(f"{what}: {words_of(error)}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import traceback
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from quotient_manifolds.errors import is_mendable
 from quotient_manifolds.linalg import as_count
 from quotient_manifolds.passes import to_device
 from quotient_manifolds.weights import is_narrow, pointing_to, preserve_model_state, weights_of
@@ -24,7 +26,7 @@ from .direction import Direction, LayerShare, LayerShares, along
 from .errors import require_extra
 from .files import atomic_write, write_text
 from .losses import Objective, to_float32
-from .results import SharpnessResult, settings, summary
+from .results import NoDirectionError, SharpnessResult, settings, summary
 from .spectra import MATRICES, Spectrum
 
 __all__ = ["plot_layers", "plot_profile", "plot_spectrum", "write_report"]
@@ -277,7 +279,9 @@ def write_report(
         try:
             line = plot_profile(model, batch, part.direction(0), **options)
             drawn = {"Loss along the worst direction": line, "Shares of layers": plot_layers(part.by_layer())}
-        except (KeyError, ValueError) as error:  # the measurement is still valid
+        except (NoDirectionError, ValueError) as error:  # the measurement is still valid
+            if not (isinstance(error, NoDirectionError) or is_mendable(error)):
+                traceback.print_exc()
             shown.append(f"<p>no figures of {part.measure.name}: {escape(str(error))}</p>")
             continue
         for name, one in drawn.items():

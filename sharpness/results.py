@@ -31,6 +31,14 @@ REFERENCE = {
 }
 
 
+class NoDirectionError(KeyError):
+    """A result holds no direction of a batch at a radius."""
+
+
+class NoRiseError(ValueError):
+    """No direction of a result has a length."""
+
+
 @dataclass(frozen=True)
 class SharpnessResult:
     r"""The sharpness of a model at one or several radii, or at its weights themselves; ``print`` shows the answer.
@@ -155,7 +163,7 @@ class SharpnessResult:
         rho = self._only_rho()
         found = self._directions.get((batch_index, rho))
         if found is None:
-            raise KeyError(
+            raise NoDirectionError(
                 f"no direction for batch {batch_index} at rho = {rho}: it was not measured (an average has none), or "
                 "found by another process of the group, or not kept: pass keep_directions=True"
             )
@@ -179,7 +187,7 @@ class SharpnessResult:
         """
         moving = [d for d in (self.direction(b.batch) for b in self.batches) if d.norm > 0]
         if not moving:
-            raise ValueError("the loss did not rise at this radius: the directions have length 0; use a larger one")
+            raise NoRiseError("the loss did not rise at this radius: the directions have length 0; use a larger one")
         found: dict[tuple[str, str, int | None], float] = {}
         for d in moving:
             for place, square in d.squares.items():
@@ -260,7 +268,7 @@ def summary(results: Sequence[SharpnessResult]) -> str:
         lines.append([part.measure.name, f"{part.rhos[0]:.4g}", _amount(part), f"{done} of {len(part.batches)}"])
         try:
             shares.append(part.by_layer().by_part())
-        except (KeyError, ValueError):  # an average, no rise, or no room for the directions
+        except (NoDirectionError, NoRiseError):  # an average, no rise, or no room for the directions
             shares.append({})
     if not lines:
         return ""

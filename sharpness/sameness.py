@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.errors import is_mendable
 from quotient_manifolds.passes import floats, tree_map, widened
 from quotient_manifolds.symmetries import ALL, Slot, default_forward, find
 from quotient_manifolds.symmetries.certificate import change
@@ -117,6 +118,8 @@ def judge(one: LoadedModel, other: LoadedModel) -> Sameness:
     try:
         found = align_models(a, b)[1]
     except ValueError as error:
+        if not is_mendable(error):
+            raise
         evidence.append(f"weights: not aligned ({error})")
     else:
         if found.after.get("qk", 0) > tolerance * found.size:
@@ -145,7 +148,7 @@ def _kinship(a: nn.Module, b: nn.Module, *, needed: bool) -> tuple[Verdict, str]
     try:
         test = independence_test(a, b)
     except ValueError as error:
-        if needed:
+        if needed or not is_mendable(error):
             raise
         return Verdict.DIFFERENT, f"no p-value: {error}"
     p = f"= {test.p_value:.2g}" if test.p_value > 1e-99 else "< 1e-99"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import naming, require_extra, say
+from .errors import about, require_extra, say
 from .files import check_apart, check_file, write_json
 from .options import DataChoice
 
@@ -96,12 +96,12 @@ def spectrum(
     remarks = [*loaded.remarks, *batches.remarks]
     say((f"- {remark}" for remark in remarks), "33")
     how: dict[str, Any] = {"matrix": matrix, "measure": measure, "k": k, "seed": seed, "micro_batch": micro_batch}
-    with naming(f"{model} on {data}"):
+    with about(f"{model} on {data}"):
         found = spectrum(network, batches, **how, density=plot is not None, progress=not quiet)
     if out is not None:  # before it is printed, which may fail
-        about = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
+        of = {"name": model, "checkpoint": checkpoint, "digest": of_model(model, checkpoint)}
         facts = {"command": command, "versions": versions(), "settings": how, "remarks": remarks}
-        write_json(out, {**facts, "data": as_data(choice), "model": about, "result": found.to_dict()})
+        write_json(out, {**facts, "data": as_data(choice), "model": of, "result": found.to_dict()})
     print(found)
     if plot is not None:
         plot_spectrum(found, plot)

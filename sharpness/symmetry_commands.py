@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .commands import at_commits
-from .errors import naming, say
+from .errors import about, say
 from .files import check_apart, check_file, files_of
 from .options import DataChoice
 
@@ -44,7 +44,7 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
     from .sameness import judge
 
     two = [load(name) if model is None else load(model, name) for name in (one, other)]
-    with naming(f"{one} and {other} cannot be compared"):
+    with about(f"{one} and {other} cannot be compared"):
         found = judge(*two)
     if out is not None and not found.distances.empty:
         write_text(out, found.distances.to_csv(index_label="kind"))
@@ -104,7 +104,7 @@ def symmetries(
     network, batch = loaded.model, loaded.example
     if data is not None:
         batch = DataChoice(**{"source": data, "batch_size": 8, "batches": 1, **chosen}).load(loaded)[0]
-    with naming(f"{model} cannot be examined; --data gives it other inputs"):
+    with about(f"{model} cannot be examined; --data gives it other inputs"):
         found = find(network, batch, scope=ALL if complete or json else PAIRS)
         print(to_json(found) if json else found.table() if complete else found)
         say(remarks, "33", sys.stderr)
@@ -114,7 +114,7 @@ def symmetries(
         return 0
     if batch is None:
         raise ValueError("--verify needs inputs, which are known for images and texts only; give --data")
-    with naming(f"{model} cannot be verified; --data gives it other inputs"):
+    with about(f"{model} cannot be verified; --data gives it other inputs"):
         check_coverage(network, lambda: default_forward(network, batch), found)
         report = certify(network, batch, found if complete else None)
     print(f"\n{report}")

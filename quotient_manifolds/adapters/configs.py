@@ -79,7 +79,7 @@ def as_config(text: bytes, name: str) -> dict[str, Any]:
         if isinstance(config, dict):
             return config
         said = f"it is {text.decode()[:20]}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         said = str(error)
     raise ValueError(f"{name} is no JSON object in UTF-8 ({said}): write or download it again")
 

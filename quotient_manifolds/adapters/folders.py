@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import is_mendable
 from ..files import naming_pointers
 from ..hub import fetch_adapter, is_name
 from ..linalg import in_double
@@ -264,6 +265,8 @@ def read(place: str | os.PathLike[str]) -> Adapter:
             text = metadata.get(HEADER, "{}").encode() if single else (place / CONFIG).read_bytes()
             config = as_config(text, "the metadata " + HEADER if single else CONFIG)
         except Exception as error:
+            if not is_mendable(error):
+                raise
             raise ValueError(f"{place} cannot be read: {error}") from error
     return replace(_described(place, weights, shapes, metadata, config), origin=origin)
 

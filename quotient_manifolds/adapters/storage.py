@@ -52,12 +52,14 @@ def _pickled(weights: Path) -> dict[str, Tensor]:
     """Open a pickle of tensors, which stay on the disk until they are used; code in it is refused, not run."""
     try:
         found = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
-        if isinstance(found, dict) and all(isinstance(t, Tensor) for t in found.values()):
-            return found
-    except RuntimeError as error:
-        raise ValueError(f"{weights.name} is no whole file of torch.save: save or download it again") from error
+    except OSError:
+        raise
     except pickle.UnpicklingError:
-        pass  # as for other contents
+        found = None  # as for other contents
+    except Exception as error:  # whatever torch raises
+        raise ValueError(f"{weights.name} is no whole file of torch.save: save or download it again") from error
+    if isinstance(found, dict) and all(isinstance(t, Tensor) for t in found.values()):
+        return found
     raise ValueError(f"{weights.name} is a pickle of more than tensors, which may run code; save it as safetensors")
 
 

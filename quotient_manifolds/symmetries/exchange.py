@@ -83,7 +83,7 @@ def from_json(text: str) -> Symmetries:
     try:
         found: Symmetries = _decoded(data)
     except (TypeError, KeyError) as error:
-        raise ValueError(f"these are no symmetries as JSON: {error}") from None
+        raise ValueError(f"these are no symmetries as JSON: {error}") from error
     return found
 
 

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct, field
 from quotient_manifolds.hub import fetch_model, is_name
 
 from ..data import is_function
-from ..errors import naming, words_of
+from ..errors import about, naming, words_of
 from ..evaluation import LOCAL, measure_of
 from ..hub_data import fetch_data, pinned_data
 from ..measures import checked_radii
@@ -215,8 +215,10 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no configuration {str(path)!r}")
-    with naming(str(path)):
-        return planned(msgspec.json.decode(path.read_text(encoding="utf-8-sig"), type=dict[str, Any]), path.parent)
+    with about(str(path)):
+        with naming("it is no object of JSON"):
+            entries = msgspec.json.decode(path.read_text(encoding="utf-8-sig"), type=dict[str, Any])
+        return planned(entries, path.parent)
 
 
 def planned(entries: dict[str, Any], base: Path = Path()) -> Sweep:
@@ -229,16 +231,24 @@ def planned(entries: dict[str, Any], base: Path = Path()) -> Sweep:
     if entries.get("initial") is not None:
         entries["initial"] = _here_or_pinned(entries["initial"], base)
     search = {f.name: entries.pop(f.name) for f in fields(Search) if f.name in entries}
-    return msgspec.convert({**entries, "search": {**entries.get("search", {}), **search}}, Sweep)
+    return _converted({**entries, "search": {**_converted(entries.get("search", {}), dict[str, Any]), **search}}, Sweep)
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """Convert an entry to a type; raise an error of ours where it is of another."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
 
 
 def read_choice(entry: Any, base: Path = Path()) -> DataChoice:
     """Read a source, or a dict of the attributes of DataChoice, with paths below a folder."""
-    given = {"source": entry} if isinstance(entry, str) else dict(entry)
+    given = {"source": entry} if isinstance(entry, str) else dict(_converted(entry, dict[str, Any]))
     unknown = given.keys() - DataChoice.__dataclass_fields__.keys()
     if unknown:
         raise ValueError(f"data has no {min(unknown)!r}; its entries are {', '.join(DataChoice.__dataclass_fields__)}")
-    choice = msgspec.convert(given, DataChoice)
+    choice = _converted(given, DataChoice)
     if is_function(choice.source, base):
         return choice
     here, named = base / choice.source, is_name(choice.source, 4)
@@ -247,7 +257,7 @@ def read_choice(entry: Any, base: Path = Path()) -> DataChoice:
 
 def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
     checkpoints: list[Checkpoint] = []
-    entries = msgspec.convert(entries, str | Annotated[list[str | _Entry], Meta(min_length=1)])
+    entries = _converted(entries, str | Annotated[list[str | _Entry], Meta(min_length=1)])
     for entry in [entries] if isinstance(entries, str) else entries:
         entry = _Entry(entry) if isinstance(entry, str) else entry
         paths = sorted(str(base / place) for place in glob.glob(entry.path, root_dir=base))

@@ -178,6 +178,15 @@ def read_failures(path: str | os.PathLike[str]) -> list[str]:
     return [f"{checkpoint} ({', '.join(jobs)}): {error}" for (checkpoint, error), jobs in found.items()]
 
 
+def are_rows(rows: Iterable[Row]) -> bool:
+    """Return whether these are rows as a sweep has them."""
+    try:
+        msgspec.convert(list(rows), list[AnyRow])
+    except (msgspec.ValidationError, TypeError):
+        return False
+    return True
+
+
 def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
     """Write one JSON line per row."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from quotient_manifolds.errors import is_mendable
 from quotient_manifolds.hub import is_name
 
 from ..batch_loss import RadiusError
@@ -148,9 +150,16 @@ def _unsound(sweep: Sweep, checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
                 with torch.no_grad():
                     Objective()(inputs.loaded.model, batch)
         except Exception as error:  # the sweep continues with the others
-            found[checkpoint.name] = words_of(error)
+            found[checkpoint.name] = _recorded(error)
             _say(f"{checkpoint.name}: {words_of(error)}")
     return found
+
+
+def _recorded(error: Exception) -> str:
+    """Describe an error for the rows; of a defect of ours, show the traceback."""
+    if not is_mendable(error):
+        _say("".join(traceback.format_exception(error)))
+    return words_of(error)
 
 
 def _say(text: str) -> None:
@@ -187,7 +196,7 @@ def _attempt(job: Row, inputs: _Inputs, *, progress: bool) -> list[Row]:
                 if value is not None and not math.isfinite(value):
                     raise ValueError(f"{name} is {value}; the model has diverged, or does not fit the data")
     except Exception as error:  # the sweep continues with the others
-        return [{"error": words_of(error)}]
+        return [{"error": _recorded(error)}]
     return [{**row, "seconds": time.perf_counter() - start} for row in rows]
 
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from statistics import stdev
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import check_flags, naming, require_extra
+from ..errors import check_flags, require_extra, words_of
 from ..measures import MEASURES
 from ..plots import COLOURS, MARKERS, figure
 from ..results import DOUBTS
 from .correlation import Correlation, kendall
-from .rows import FITS, Row
+from .rows import FITS, Row, are_rows
+
+T = TypeVar("T")
 
 #: The targets that measures are compared with: names and descriptions.
 TARGETS = {
@@ -32,7 +35,22 @@ CONTROLS = ("train_loss", "train_error")
 FEWEST_MODELS = 10
 _PLACE = ["quantity", "rho"]
 _FOUND = ["median", "models", "tau", "low", "high", "p", "partial", "partial_low", "partial_high"]
-_ROWS = "rows are not those of a sweep, as sharpness.study.read_results returns them"
+
+
+def _reading_rows(function: Callable[..., T]) -> Callable[..., T]:
+    """Let an error of a function say that its first argument is no list of rows, if it is none."""
+
+    @wraps(function)
+    def reading(rows: Sequence[Row], *arguments: Any) -> T:
+        try:
+            return function(rows, *arguments)
+        except Exception as error:
+            if isinstance(error, ImportError) or are_rows(rows):
+                raise
+            what = "rows are not those of a sweep, as sharpness.study.read_results returns them"
+            raise ValueError(f"{what}: {words_of(error)}") from error
+
+    return reading
 
 
 def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
@@ -62,16 +80,21 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
-    what, found = "loss" if "loss" in target else "error", {}
-    with naming(_ROWS):
-        for fit in (row for row in rows if row["kind"] == "fit"):
-            test, train = fit.get(f"test_{what}"), fit.get(f"train_{what}") if "gap" in target else 0.0
-            if test is not None and train is not None:
-                found[fit["checkpoint"]] = test - train
+    return _differences(rows, "loss" if "loss" in target else "error", "gap" in target)
+
+
+@_reading_rows
+def _differences(rows: Sequence[Row], what: str, gap: bool) -> dict[str, float]:
+    """Subtract a quantity on training data, or nothing, from that on test data, for each checkpoint that has both."""
+    found = dict[str, float]()
+    for fit in (row for row in rows if row["kind"] == "fit"):
+        test, train = fit.get(f"test_{what}"), fit.get(f"train_{what}") if gap else 0.0
+        if test is not None and train is not None:
+            found[fit["checkpoint"]] = test - train
     return found
 
 
-@naming(_ROWS)
+@_reading_rows
 def measurements(rows: Sequence[Row]) -> Any:
     """Collect all quantities in a pandas DataFrame.
 
@@ -166,7 +189,7 @@ def per_model(rows: Sequence[Row], *, short: bool = False) -> Any:
     return table.rename_axis("model").reset_index()
 
 
-@naming(_ROWS)
+@_reading_rows
 def remarks(rows: Sequence[Row]) -> list[str]:
     """List what was remarked on the measurements of a sweep and what limits them, each once, with the models.
 

@@ -51,6 +51,89 @@ def test_a_defect_shows_where_it_is(monkeypatch, capsys):
     assert said.endswith("\nreproduction: ZeroDivisionError: in the middle\n")
 
 
+SMALL = ["run", "tests.spread:model", "tests.spread:batches", "--quiet"]
+#: Functions within our own, at all depths, with a command that comes there.
+INNER = {
+    "sharpness.evaluation.attached_space": SMALL, "sharpness.space.WeightSpace.move_to": SMALL,
+    "sharpness.losses.default_loss": SMALL, "sharpness.batch_loss.BatchLoss.__call__": SMALL,
+    "sharpness.commands._print": SMALL,
+    "sharpness.study.plan.as_data": [*SMALL, "--out", "{}/out.json"],
+    "quotient_manifolds.symmetries.discovery.settled": ["symmetries", "tests.spread:model"],
+    "quotient_manifolds.adapters.storage.safe_open": ["lora", "compare", "{}/one", "{}/one"],
+    "quotient_manifolds.adapters.folders.as_config": ["lora", "compare", "{}/one", "{}/one"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [KeyError("steps"), ValueError("odd")])
+@pytest.mark.parametrize("where", INNER)
+def test_a_defect_of_any_class_shows_where_it_is(where, error, monkeypatch, capsys, tmp_path):
+    """A KeyError or ValueError in the middle of our code was said in one sentence, as if a user could mend it."""
+
+    def defect(*_, **__):
+        raise error.with_traceback(None)
+
+    monkeypatch.syspath_prepend(ROOT)
+    torch.manual_seed(0)
+    names = [f"base_model.model.layer.lora_{x}.weight" for x in "AB"]
+    (tmp_path / "one").mkdir()
+    safetensors.torch.save_file(
+        {n: torch.randn(4, 4) for n in names}, tmp_path / "one" / "adapter_model.safetensors", {"format": "pt"}
+    )
+    config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["layer"]})
+    (tmp_path / "one" / "adapter_config.json").write_text(config, encoding="utf-8")
+    program, *arguments = (word.format(tmp_path) for word in ["sharpness"] * (INNER[where][0] != "lora") + INNER[where])
+    main = lora_command.main if program == "lora" else cli.main
+    assert main(arguments) == 0, capsys.readouterr().err
+    assert "Traceback" not in capsys.readouterr().err
+    with contextlib.suppress(OSError):
+        (tmp_path / "out.json").unlink()
+    monkeypatch.setattr(where, defect)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last):")
+    assert "in defect" in said
+    assert said.splitlines()[-1].endswith(str(error))
+
+
+class Odd(torch.nn.Module):
+    def forward(self, x):
+        return {}["of the model"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "tests.sharpness.test_errors:Odd", "tests.spread:batches"], "Odd has no trainable parameter"),
+        (["run", "tests.spread:model", "tests.spread:batches", "--steps", "0"], "steps must be a whole number"),
+        (["run", "tests.spread:model", "builtins:list"], "builtins:list gave no batch"),
+        (
+            ["run", "tests.spread:model", "tests.sharpness.test_errors:no_batches"],
+            "no_batches failed: KeyError: 'data'",
+        ),
+        (["symmetries", "tests.spread:nothing"], "is not an importable module:function"),
+        (["run", "tests.sharpness.test_errors:odd_model", "tests.spread:batches"], "KeyError: 'of the model'"),
+        (["lora", "compare", "nowhere", "nowhere"], "nowhere is no file"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(arguments, words, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT)
+    main = lora_command.main if arguments[0] == "lora" else cli.main
+    assert main(arguments[arguments[0] == "lora" :]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def odd_model():
+    model = Odd()
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    return model
+
+
+def no_batches():
+    yield {}["data"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

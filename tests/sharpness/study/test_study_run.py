@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from quotient_manifolds.linalg import as_count
 from sharpness import cli
 from sharpness.study import plan, read_config, read_results, read_rows, run_sweep
 from tests.support import networks
@@ -404,6 +405,9 @@ def test_what_is_wrong_is_known_before_the_first_search(place, capsys, monkeypat
         assert Path("wrong").exists() == (not more)
 
 
+STEPS = "steps must be a whole number of at least 1, got 0"
+
+
 def test_failures_are_said_when_they_happen(place, capsys, monkeypatch):
     from sharpness.study import run
 
@@ -412,18 +416,29 @@ def test_failures_are_said_when_they_happen(place, capsys, monkeypatch):
     def fails_once(name, *arguments, **options):
         seen.append(capsys.readouterr().err)
         if len(seen) == 2:
-            raise ValueError("no more")
+            as_count("steps", 0)
         return measured(name, *arguments, **options)
 
     monkeypatch.setattr("sharpness.study.run.quantity", fails_once)
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     assert [bool(said) for said in seen[:4]] == [False, False, True, False]
-    assert seen[2] == "sharpness: net0.pt, euclidean: no more\n"
+    assert seen[2] == f"sharpness: net0.pt, euclidean: {STEPS}\n"
     assert cli.main(["table", "out"]) == 0
-    assert "failed: net0.pt (euclidean): no more\n" in capsys.readouterr().err
+    assert f"failed: net0.pt (euclidean): {STEPS}\n" in capsys.readouterr().err
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 0
     assert cli.main(["table", "out"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_sweep_shows_where_a_defect_is_and_goes_on(place, capsys, monkeypatch):
+    def defect(name, *arguments, **options):
+        return int(name)  # a ValueError, as that of a check
+
+    monkeypatch.setattr("sharpness.study.run.quantity", defect)
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("Traceback (most recent call last):") == said.count("in defect") > 0
+    assert {row["kind"] for row in rows_of("out")} == {"fit"}
 
 
 def test_the_plan_is_said_first(place, capsys):

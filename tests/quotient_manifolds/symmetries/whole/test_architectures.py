@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import ALL, canonicalize_, find, verify
+from quotient_manifolds.symmetries import architectures as described
 from quotient_manifolds.symmetries.layout import affine, has, table, wire
 from quotient_manifolds.symmetries.notation import Layout, NamedRows
 from quotient_manifolds.symmetries.whole import (
@@ -121,6 +122,14 @@ def test_names():
     assert not has(model, "none", "blocks.5")
     with pytest.raises(AttributeError, match="has none of"):
         affine(model, "a", "b")
+
+
+def test_what_a_model_lacks_is_a_reason_and_what_we_lack_a_defect():
+    assert architectures._known(lambda model: model.blocks)(nn.Linear(2, 2)).reason.endswith(
+        "has no attribute 'blocks'"
+    )
+    with pytest.raises(AttributeError, match="'Wiring' object has no attribute 'sitse'"):
+        described._known(lambda model: Wiring().sitse)(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("family", [f for f in TRANSFORMERS if f not in ("vit", "deit", "dinov2", "beit", "clip")])
