@@ -270,9 +270,7 @@ def _where(
         return measure, checked_radii(measure, rho)
     if rho is not None:
         raise ValueError(f"the {statistic.name} is that at the weights, without a radius; leave rho out")
-    if measure.divides and measure.geodesic == "exact":  # the same Hessian
-        measure = replace(measure, geodesic="second-order")
-    return measure, (0.0,)
+    return measure.at_weights, (0.0,)
 
 
 def _over_radii(

@@ -80,6 +80,11 @@ class Measure:
         return self.pair_metric is not None and self.symmetry != "none"
 
     @property
+    def at_weights(self) -> Measure:
+        """The measure of the same gradient and Hessian at the weights, without exact geodesics, which cost more."""
+        return replace(self, geodesic="second-order") if self.divides and self.geodesic == "exact" else self
+
+    @property
     def takes_points(self) -> bool:
         """Whether every ``geoopt.ManifoldParameter`` moves along its manifold, in the metric that it states."""
         return self.pair_metric is not None and self.form == "own"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -152,9 +152,7 @@ def spectrum(
     >>> len(found.eigenvalues), found.eigenvalues[0] >= found.eigenvalues[1]
     (3, True)
     """
-    measure, objective = get_measure(measure), Objective(loss_fn, micro_batch)
-    if measure.divides and measure.geodesic == "exact":  # the same Hessian
-        measure = replace(measure, geodesic="second-order")
+    measure, objective = get_measure(measure).at_weights, Objective(loss_fn, micro_batch)
     if matrix not in MATRICES:
         raise ValueError(f"matrix must be one of {', '.join(MATRICES)}, got {matrix!r}")
     k, seed = as_count("k", k), as_count("seed", seed, least=0, most=2**63)
