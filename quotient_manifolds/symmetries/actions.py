@@ -94,6 +94,11 @@ class Action(ABC):
         return self.slots
 
     @property
+    def alone(self) -> tuple[Slot, ...]:
+        """What must have no other place in the network."""
+        return self.slots
+
+    @property
     def constant(self) -> tuple[Slot, ...]:
         """What has a fixed value once the symmetry is folded."""
         return ()

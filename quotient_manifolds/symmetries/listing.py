@@ -82,7 +82,7 @@ class _Lists:
         return {a.label for a in self.found}.issuperset(labels)
 
     def _obstacle(self, a: Action) -> Cause | None:
-        if any(name in self._tied for name in a.names):
+        if any(s.name in self._tied for s in a.alone):
             return Cause.SHARED
         # Weights may be computed, by pruning for example.
         return Cause.COMPUTED if any(s.name not in self._weights for s in a.needed) else None

@@ -181,6 +181,10 @@ class HeadBias(Action):
         return (*self.slots, *norm, *(matrix for matrix, _ in self.outputs))
 
     @property
+    def alone(self) -> tuple[Slot, ...]:
+        return (*self.slots, *(matrix for matrix, _ in self.outputs))  # of layers that share it, one has the bias
+
+    @property
     def constant(self) -> tuple[Slot, ...]:
         return () if self.affine.bias is None else (self.affine.bias,)
 

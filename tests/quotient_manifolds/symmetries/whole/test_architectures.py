@@ -125,9 +125,7 @@ def test_names():
 
 
 def test_what_a_model_lacks_is_a_reason_and_what_we_lack_a_defect():
-    assert architectures._known(lambda model: model.blocks)(nn.Linear(2, 2)).reason.endswith(
-        "has no attribute 'blocks'"
-    )
+    assert described._known(lambda model: model.blocks)(nn.Linear(2, 2)).reason.endswith("has no attribute 'blocks'")
     with pytest.raises(AttributeError, match="'Wiring' object has no attribute 'sitse'"):
         described._known(lambda model: Wiring().sitse)(nn.Linear(2, 2))
 

@@ -139,6 +139,31 @@ def test_replaced_and_shared_layers():
         torch.testing.assert_close(forward(model, batch), before, rtol=1e-10, atol=1e-11)
 
 
+def test_a_value_bias_is_moved_against_the_bias_of_its_own_layer():
+    """Layers that share the matrix of their outputs have biases of their own; that of the first was taken for all."""
+    model, (batch,) = build("bert"), inputs("bert")
+    first, second = (layer.attention for layer in model.bert.encoder.layer)
+    first.self.value.bias = None
+    own = [a for a in find(model, kinds=ALL).actions if a.kind == "value bias"]
+    second.output.dense.weight = first.output.dense.weight
+    before, found = forward(model, batch), find(model, kinds=ALL)
+    heads = {f"bert.encoder.layer.0.attention vo head {head}" for head in (0, 1)}
+    assert {r.name for r in found.refused if r.kind == "value bias"} == heads
+
+    def change(symmetries):
+        twin = copy.deepcopy(model)
+        twin.load_state_dict(moved_weights(model.state_dict(), symmetries))
+        return float((forward(twin, batch) - before).detach().abs().max())
+
+    assert change(found) < 1e-9
+    wrong = [replace(a, outputs=tuple((m, replace(b, name=_first(b.name))) for m, b in a.outputs)) for a in own]
+    assert change(replace(found, pairs=(), actions=tuple(wrong))) > 1e-3
+
+
+def _first(name):
+    return name.replace("layer.1", "layer.0")
+
+
 def state_at(model, values):
     """A state with some values."""
     state = State(weights_of(model))
