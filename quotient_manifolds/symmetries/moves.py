@@ -44,7 +44,7 @@ def moved_weights(
     ----------
     weights : mapping of str to Tensor
         Those of the network by name, or its state dict. Of tied weights one name is enough; all that are there are
-        written.
+        written: those that symmetries know, as ``find`` returns them, and those that share memory.
     symmetries : Symmetries
         Those of the network.
     seed : int
@@ -82,13 +82,14 @@ def moved_weights(
     if not isinstance(condition, (int, float)) or not 1 <= condition < float("inf"):
         raise ValueError(f"a condition number is at least 1, got {condition!r}")
     symmetries = symmetries.of_full_rank()
-    own = _by_first_names(weights, symmetries)
+    tied = _further_names(weights, symmetries)
+    own = _by_first_names(weights, symmetries, tied)
     state = fold(own, symmetries)
     chosen = _chosen(symmetries, kinds)
     pairs = [p for p in symmetries.pairs if p.kind in chosen]
     _move_(state, pairs, [a for a in symmetries.actions if a.kind in chosen], seed, condition, scale)
     found = {name: value.to(own[name]) for name, value in state.items()}
-    others = {other: found[name] for other, name in symmetries.tied if name in found and other in weights}
+    others = {other: found[name] for other, name in tied.items() if name in found and other in weights}
     return {**weights, **{name: value for name, value in found.items() if name in weights}, **others}
 
 
@@ -100,9 +101,25 @@ def _chosen(symmetries: Symmetries, kinds: Collection[str] | None) -> Collection
     return known if kinds is None else set(kinds)
 
 
-def _by_first_names(weights: Mapping[str, Tensor], symmetries: Symmetries) -> dict[str, Tensor]:
+def _further_names(weights: Mapping[str, Tensor], symmetries: Symmetries) -> dict[str, str]:
+    """Return for further names of tied weights the one that slots have: as symmetries know, or shared memory tells."""
+    used = {name for s in symmetries for name in s.names if name in weights}
+    places = {_place(weights[name]): name for name in used}
+    shared = {name: _place(t) for name, t in weights.items() if name not in used and isinstance(t, Tensor)}
+    return {name: places[at] for name, at in shared.items() if at in places} | dict(symmetries.tied)
+
+
+def _place(t: Tensor) -> object:
+    """Return what tensors of one memory have in common."""
+    where = t.untyped_storage().data_ptr()
+    return (t.device, where, t.storage_offset(), t.shape, t.stride()) if where else id(t)
+
+
+def _by_first_names(
+    weights: Mapping[str, Tensor], symmetries: Symmetries, tied: Mapping[str, str]
+) -> dict[str, Tensor]:
     """Give tied weights their first name, and raise if one is missing that moves."""
-    own = {name: weights[other] for other, name in symmetries.tied if other in weights} | dict(weights)
+    own = {name: weights[other] for other, name in tied.items() if other in weights} | dict(weights)
     needed = (name for s in symmetries for name in s.names)
     if lost := next((name for name in needed if name not in own), None):
         raise ValueError(

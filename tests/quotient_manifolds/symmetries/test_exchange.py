@@ -1,6 +1,7 @@
 """Symmetries as JSON, and acting with them on a state dict."""
 
 import copy
+import io
 import json
 import pickle
 import subprocess
@@ -65,6 +66,13 @@ def test_a_wrong_action_of_any_kind_changes_the_outputs(family):
         assert changed({name: moved[name] for name in p.names}) > 1e-6, p.name
 
 
+def loaded(weights):
+    """Return weights as torch reads them from a file, where they share memory, too."""
+    torch.save(weights, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file)
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_pairs_of_architectures_without_a_wiring_too(name):
     model, _ = architectures.transformers_model(name, "eager")
@@ -84,6 +92,21 @@ def test_a_tied_weight_is_written_under_all_its_names_and_read_under_any():
         twin = copy.deepcopy(model)
         twin.load_state_dict(part, strict=False)
         torch.testing.assert_close(outputs(twin, batch), outputs(model, batch), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("again", [lambda weights: weights, loaded], ids=["model", "file"])
+def test_symmetries_made_by_hand_move_all_names_of_a_tied_weight(again):
+    """They know no further names: the one that was left undid the move when the state was loaded."""
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64).eval(), torch.ones(1, 3, 8)
+    model = nn.TransformerEncoder(layer, 2)
+    model.layers[1] = model.layers[0]
+    before, weights = model(x.double()).detach(), again(model.state_dict())
+    moved = moved_weights(weights, Symmetries(find(model).pairs))
+    name = "self_attn.in_proj_weight"
+    assert float((moved[f"layers.1.{name}"] - weights[f"layers.1.{name}"]).abs().max()) > 1e-2
+    model.load_state_dict(moved)
+    assert torch.equal(model.layers[0].get_parameter(name), moved[f"layers.0.{name}"])
+    torch.testing.assert_close(model(x.double()).detach(), before, rtol=0, atol=1e-10)
 
 
 #: What another process does with files alone, at first with a pickle, for which it imports no table of classes.
