@@ -372,14 +372,15 @@ class WeightSpace:
         return self.pull_back_from_copies(gradient, self._at, self.empty())
 
     @torch.no_grad()
-    def push_forward_to_copies(self, v: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
+    def push_forward_to_copies(self, v: Tensor | Sequence[Tensor], room: Tensor | None = None) -> dict[str, Tensor]:
         """Return the velocity of the attached model's weights at the base point, by name, along a vector, (dim,).
 
         It belongs to :attr:`copies`, whose factors are canonical, as derivatives of the attached model do; not to the
         model's own weights, to which :meth:`direction` belongs. Its adjoint is :meth:`pull_back_from_copies` at None.
+        Where it can, it lies in the memory of ``room``, (dim,).
         """
-        written = {patch.names[0] for patch in self.patches if not patch.pairs}  # as a whole
-        out = {n: torch.empty_like(t) if n in written else torch.zeros_like(t) for n, t in self.copies.items()}
+        parts = {patch.names[0]: part for patch, part in self.each(room) if not patch.pairs}  # of whole weights
+        out = {n: _within(parts[n], t) if n in parts else torch.zeros_like(t) for n, t in self.copies.items()}
         with torch.autocast(self.device.type, enabled=False):
             for patch, c in self.each(v):  # single entries that do not move have no velocity
                 patch.vector_(out, patch.project(c) if patch.pairs else c, at_model=False)
@@ -397,3 +398,8 @@ class WeightSpace:
                 for name in last:
                     gradient.pop(name, None)
         return out
+
+
+def _within(part: Tensor | None, like: Tensor) -> Tensor:
+    """Return a tensor like another, with any content, in the memory of a part of a vector if that fits."""
+    return torch.empty_like(like) if part is None or part.dtype != like.dtype else part.view(like.shape)

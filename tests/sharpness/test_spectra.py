@@ -10,6 +10,7 @@ import geoopt
 import numpy as np
 import pytest
 import torch
+from curvlinops._torch_base import PyTorchLinearOperator
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
@@ -176,6 +177,48 @@ def test_matrices_of_scores(case, matrix):
     vectors = torch.randn(3, space.dim)
     expected = C.T @ dense(space.model, [batch], matrix) @ C
     close(torch.stack([product(v) for v in vectors]), vectors @ expected, tolerance)
+
+
+class Matrix(PyTorchLinearOperator):
+    """A matrix on velocities; for None the identity, which returns the very tensors that it is given."""
+
+    device, dtype = torch.device("cpu"), torch.float64
+
+    def __init__(self, C, entries):
+        super().__init__(C._out_shape, C._out_shape)
+        self.entries, self._of = entries, C
+
+    def _matmat(self, X):
+        if self.entries is None:
+            return X
+        found = self.entries @ torch.cat([x.flatten(0, -2) for x in X])
+        return [part.view(x.shape) for part, x in zip(found.split(self._in_shape_flat), X, strict=True)]
+
+    def _adjoint(self):
+        return Matrix(self._of, self.entries.T)
+
+
+def partly():
+    """A space with a pair that has some entries of each weight."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    G, H = slot(model, "1.weight", columns=slice(0, 2)), slot(model, "0.weight", slice(0, 2), transpose=True)
+    return WeightSpace(model, MEASURES["geodesic-inv"], Symmetries((pair([G], [H], GL(2)),)))
+
+
+def test_a_matrix_is_pulled_back():
+    """It shares memory between velocities, which the matrix may return, and the product, which nothing overwrites."""
+    with partly().attached() as space:
+        C = PushForward(space)
+        oracle, one = velocities(space, 1.0), torch.eye(space.dim)
+        M = torch.randn(len(oracle), len(oracle))
+        pulled = C.pull_back(Matrix(C, M))
+        close(pulled @ one, oracle.T @ M @ oracle, 1e-8)
+        close(pulled.adjoint() @ one, oracle.T @ M.T @ oracle, 1e-8)
+        for way in (torch.stack([pulled @ e for e in one], 1), (C.adjoint() @ Matrix(C, M) @ C) @ one):
+            close(way, oracle.T @ M @ oracle, 1e-8)  # so no product is written over by the next
+        close(torch.stack([C.pull_back(Matrix(C, None)) @ e for e in one], 1), oracle.T @ oracle, 1e-8)
+        with pytest.raises(ValueError, match=r"matrix has shape \(32, 48\), and velocities have 32 numbers"):
+            C.pull_back(C)
 
 
 def test_hessian_has_the_acceleration_of_geodesics(case):
