@@ -7,9 +7,10 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,8 +112,32 @@ def split_name(name: str) -> tuple[str, tuple[str, ...], str]:
     return found[1], tuple(found[2].split("/")[1:]), found[3] or "main"
 
 
+#: What was looked up since :func:`one_look` began, by kind, name and revision.
+_LOOKS: ContextVar[dict[tuple[str, str, str], Repository] | None] = ContextVar("looks", default=None)
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Ask the Hub for each name once: within a command a name means one commit."""
+    token = _LOOKS.set({})
+    try:
+        yield
+    finally:
+        _LOOKS.reset(token)
+
+
 def repository(name: str, kind: Kind, extra: str) -> Repository:
     """Look a repository up; if the Hub is not reached, look at its copy in the cache."""
+    own, _, revision = split_name(name)
+    looks = _LOOKS.get()
+    known = {} if looks is None else looks
+    if (kind, own, revision) not in known:
+        found = known[kind, own, revision] = _looked_up(name, kind, extra)
+        known[kind, own, found.commit] = replace(found, revision=found.commit)
+    return known[kind, own, revision]
+
+
+def _looked_up(name: str, kind: Kind, extra: str) -> Repository:
     own, _, revision = split_name(name)
     try:
         from huggingface_hub import HfApi, constants
@@ -143,10 +168,27 @@ def repository(name: str, kind: Kind, extra: str) -> Repository:
 
 
 def look_up(kind: Kind, extra: str, *names: str) -> None:
-    """Raise for a name of the Hub that cannot be read, before libraries are imported that take seconds."""
-    for name in names:
+    """Raise for names of the Hub that cannot be read, before libraries are imported that take seconds."""
+    refuse(absence(name, kind, extra) for name in names)
+
+
+def absence(name: str, kind: Kind, extra: str) -> Exception | None:
+    """Return what is wrong with a name of the Hub that cannot be read."""
+    try:
         if is_name(name, 4 if kind == "dataset" else 2):
             repository(name, kind, extra)
+    except (ValueError, OSError, ImportError) as error:
+        return error
+    return None
+
+
+def refuse(errors: Iterable[Exception | None]) -> None:
+    """Raise the only error, or one of the first one's class that says them all."""
+    found = [error for error in errors if error is not None]
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise type(found[0])("; and ".join(dict.fromkeys(map(str, found)))) from found[0]
 
 
 def _read(path: Path) -> str:

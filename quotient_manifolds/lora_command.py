@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .errors import is_mendable
-from .hub import look_up
+from .hub import look_up, one_look
 
 #: The commands, with what they ask for and do.
 _COMMANDS = {
@@ -51,10 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, as_json = options.pop("command"), options.pop("json", False)
     asked = [options[part] for part in _COMMANDS[name][0].split()]
     try:
-        look_up("model", "lora", *itertools.chain(*([one] if isinstance(one, str) else one for one in asked)))
-        from . import adapters  # torch, which --help does not need
+        with one_look():
+            look_up("model", "lora", *itertools.chain(*([one] if isinstance(one, str) else one for one in asked)))
+            from . import adapters  # torch, which --help does not need
 
-        found = getattr(adapters, name)(**options)
+            found = getattr(adapters, name)(**options)
         if found is not None:
             print(json.dumps(found, indent=1) if as_json else _table(found), flush=True)
     except KeyboardInterrupt:

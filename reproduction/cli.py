@@ -90,8 +90,8 @@ def add_finetune(commands: Any) -> None:
 def _finetune(options: argparse.Namespace) -> int:
     from reproduction.collection import holds_texts, train_collection
     from reproduction.recipes import Recipe, random_recipe
-    from sharpness.data import check_source
     from sharpness.files import check_apart
+    from sharpness.hub_data import check_source
     from sharpness.study.plan import places
 
     checked_device(options.device)

@@ -35,6 +35,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn
 
 from quotient_manifolds.errors import is_mendable
+from quotient_manifolds.hub import one_look
 
 from . import commands, spectrum_command, sweeps, symmetry_commands
 from .errors import painted, words_of
@@ -139,7 +140,7 @@ def _run(top: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
         top.print_help()
         return 0
     options.command = shlex.join([top.prog, *(sys.argv[1:] if arguments is None else arguments)])
-    with warnings.catch_warnings():
+    with one_look(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries; the commands themselves report what matters to users
         code: int = options.run(options)
     return code

@@ -69,13 +69,11 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
         revision behind an @); a .safetensors or .pt file with tensors x and y, or with inputs and labels of
         transformers; module:function, a function of yours that returns batches.
     """
-    from quotient_manifolds.hub import look_up
+    from .hub_data import look_up_both, pinned_data
 
-    look_up("model", "transformers", model)
-    look_up("dataset", "datasets", data)
+    look_up_both(model, data)
     from . import devices, losses, models, plots
     from .distributed import World, torchrun
-    from .hub_data import pinned_data
     from .results import summary
     from .study.plan import as_data, of_model
     from .study.run import quantity, versions
@@ -120,7 +118,6 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
 
 def _check(model: str, data: str, own: RunOptions) -> None:
     """Raise for what cannot be measured or written, before gigabytes are fetched or loaded."""
-    from .data import check_source
     from .evaluation import measure_of
     from .measures import checked_radii
     from .study.plan import places
@@ -134,13 +131,13 @@ def _check(model: str, data: str, own: RunOptions) -> None:
         with require_extra("a report needs matplotlib and pandas", "plot"):
             import matplotlib  # noqa: F401
             import pandas  # noqa: F401
-    check_source(data)
 
 
 def at_commits(*names: str) -> tuple[list[str], list[str]]:
     """Return names of the Hub with the commits that they have now, whose files are fetched, and remarks that say so."""
-    from quotient_manifolds.hub import fetch_model, is_name
+    from quotient_manifolds.hub import fetch_model, is_name, look_up
 
+    look_up("model", "transformers", *names)
     found = [fetch_model(name).pinned if is_name(name) else name for name in names]
     return found, [f"- {name} is {at}" for name, at in zip(names, found, strict=True) if name != at]
 

@@ -21,7 +21,7 @@ from .checkpoints import load_state_dict
 from .devices import checked_device, move
 from .errors import called, naming, require_extra
 from .files import read_table, strings
-from .hub_data import fetch_data
+from .hub_data import check_source, fetch_data, is_function
 from .losses import IGNORED
 from .models import LoadedModel
 from .options import Batches, DataChoice
@@ -88,17 +88,6 @@ def batches_of(choice: DataChoice, loaded: LoadedModel, device: torch.device | s
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------
-
-
-def is_function(source: str, base: Path = Path()) -> bool:
-    """Return whether a source is ``module:function`` rather than a file below ``base``."""
-    return ":" in source and not (base / source).exists()
-
-
-def check_source(source: str) -> None:
-    """Raise unless there is something to read at a source; call it before the work that needs it."""
-    if not (is_function(source) or Path(source).exists() or is_name(source, 4)):
-        raise FileNotFoundError(f"there is no data at {source}")
 
 
 def load_examples(choice: DataChoice, loaded: LoadedModel) -> Examples:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quotient_manifolds.hub import Repository, is_name, repository, split_name
+from quotient_manifolds.hub import Repository, absence, is_name, refuse, repository, split_name
 
 from .errors import naming, require_extra
 
@@ -33,6 +33,39 @@ class FetchedData:
         return [str(name) for _, name in sorted((int(k), v) for k, v in names.items())] if names else None
 
 
+def is_function(source: str, base: Path = Path()) -> bool:
+    """Return whether a source is ``module:function`` rather than a file below ``base``."""
+    return ":" in source and not (base / source).exists()
+
+
+def check_source(source: str) -> None:
+    """Raise unless there may be something to read at a source; call it before the work that needs it."""
+    if is_function(source) or Path(source).exists():
+        return
+    if not is_name(source, 4):
+        raise FileNotFoundError(f"there is no data at {source}")
+    if not split_name(source)[1]:
+        raise FileNotFoundError(
+            f"there is no data at {source}; a data set on the Hub is named with its split, as OWNER/NAME/SPLIT or "
+            "OWNER/NAME/CONFIGURATION/SPLIT"
+        )
+
+
+def look_up_both(model: str, data: str) -> None:
+    """Raise for a model and data that are not there, in one sentence, before libraries are imported."""
+    path = "/" in model and not set(":*?[") & set(model) and not is_name(model)
+    absent = FileNotFoundError(f"there is no folder {model!r}") if path and not Path(model).exists() else None
+    refuse([absent or absence(model, "model", "transformers"), _absent_data(data)])
+
+
+def _absent_data(data: str) -> Exception | None:
+    try:
+        check_source(data)
+    except (ValueError, OSError) as error:
+        return error
+    return absence(data, "dataset", "datasets")
+
+
 def pinned_data(source: str) -> str:
     """Return the name of a data set of the Hub with the commit that it has now; other sources as they are."""
     return fetch_data(source).pinned if is_name(source, 4) else source
@@ -40,6 +73,7 @@ def pinned_data(source: str) -> str:
 
 def fetch_data(source: str) -> FetchedData:
     """Fetch the tables of ``owner/name/split``, or ``owner/name/configuration/split``, at a revision behind an @."""
+    check_source(source)
     found, (_, parts, _) = repository(source, "dataset", "datasets"), split_name(source)
     if f"{found.name.partition('/')[2]}.py" in found.files:
         raise ValueError(

@@ -65,13 +65,10 @@ def spectrum(
     quiet
         Show no progress.
     """
-    from quotient_manifolds.hub import look_up
+    from .hub_data import look_up_both, pinned_data
 
-    look_up("model", "transformers", model)
-    look_up("dataset", "datasets", data)
+    look_up_both(model, data)
     from . import devices, losses, models
-    from .data import check_source
-    from .hub_data import pinned_data
     from .measures import get_measure
     from .plots import plot_spectrum
     from .spectra import spectrum
@@ -89,7 +86,6 @@ def spectrum(
     if plot is not None:
         with require_extra("a picture needs matplotlib", "plot"):
             import matplotlib  # noqa: F401
-    check_source(data)  # before gigabytes are fetched or loaded
     choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, checkpoint)
     loaded, where = models.load(model, checkpoint), devices.checked_device(device)
     network, batches = devices.move(loaded.model, where), choice.load(loaded, where)

@@ -93,6 +93,10 @@ def symmetries(
     json
         Print every continuous symmetry as JSON, for other programs.
     """
+    if data is not None:
+        from .hub_data import look_up_both
+
+        look_up_both(model, data)
     (model,), remarks = at_commits(model)
     from quotient_manifolds.symmetries import ALL, check_coverage, default_forward, find, to_json
     from quotient_manifolds.symmetries import verify as certify
@@ -146,11 +150,10 @@ def canonicalize(model: str, *, out: Path, adapter: str | None = None) -> int:
     """
     if out.exists():
         raise ValueError(f"--out {out} exists already; give a new folder")
-    (model,), remarks = at_commits(model)
-    if adapter is not None:
-        from quotient_manifolds.hub import look_up
+    from quotient_manifolds.hub import absence, refuse
 
-        look_up("model", "lora", adapter)
+    refuse([absence(model, "model", "transformers"), absence(adapter or "", "model", "lora")])
+    (model,), remarks = at_commits(model)
     import torch
 
     from quotient_manifolds.adapters import balance

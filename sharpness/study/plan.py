@@ -19,10 +19,9 @@ from msgspec import Meta, Struct, field
 
 from quotient_manifolds.hub import fetch_model, is_name
 
-from ..data import is_function
 from ..errors import about, naming, words_of
 from ..evaluation import LOCAL, measure_of
-from ..hub_data import fetch_data, pinned_data
+from ..hub_data import fetch_data, is_function, pinned_data
 from ..measures import checked_radii
 from ..models import INPUTS, pinned
 from ..options import DataChoice, Search

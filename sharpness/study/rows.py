@@ -18,9 +18,9 @@ import msgspec
 
 from quotient_manifolds.hub import is_name
 
-from ..data import is_function
 from ..errors import naming
 from ..files import write_text
+from ..hub_data import is_function
 from .plan import Sweep
 
 Row = Mapping[str, Any]

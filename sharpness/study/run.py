@@ -25,11 +25,11 @@ from quotient_manifolds.hub import is_name
 
 from ..batch_loss import RadiusError
 from ..checkpoints import load_state_dict
-from ..data import check_source
 from ..devices import checked_device, move
 from ..errors import called, naming, words_of
 from ..evaluation import LOCAL, measure_of, progress_bar, statistic_of
 from ..files import check_folder, write_json
+from ..hub_data import check_source
 from ..losses import Objective, count_examples
 from ..models import LoadedModel, load
 from ..options import Batches, Search

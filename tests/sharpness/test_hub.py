@@ -133,6 +133,51 @@ def test_data_that_are_not_there_are_known_before_a_model_is_fetched(command, hu
     assert "fetching" not in said
 
 
+def test_a_model_and_data_that_are_not_there_are_named_together(hub, bert, capsys):
+    model, data = "no model of this name on http", "no data set of this name on http"
+    for line, *words in (
+        ("run no/such no/rows/train", model, data),
+        ("spectrum no/such no/rows/train", model, data),
+        ("symmetries no/such --data no/rows/train", model, data),
+        ("run no/such x.tsv", model, "there is no data at x.tsv"),
+        ("run ./bert/2 x.tsv", "there is no folder './bert/2'; and there is no data at x.tsv"),
+        ("spectrum ./bert/2 no/rows/train", "there is no folder './bert/2'", data),
+        ("compare no/such not/this", "there is no folder no/such", "there is no folder not/this"),
+        ("canonicalize no/such --adapter not/this --out new", "there is no folder no/such", "no folder not/this"),
+    ):
+        assert cli.main(line.split()) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert all(word in said for word in words), said
+
+
+def test_data_without_a_split_are_refused_before_the_hub_is_asked(hub, bert, tables, capsys):
+    hub.push("someone/rows", tables, "datasets")
+    for line in ("run bert someone/rows", "spectrum bert someone/rows", "sweep bert --data someone/rows --out o"):
+        assert cli.main(line.split()) == 2
+        assert "there is no data at someone/rows; a data set on the Hub is named with its" in capsys.readouterr().err
+    assert not hub.requests
+
+
+def test_a_command_asks_for_each_name_once(hub, bert, tables, tmp_path):
+    hub.push("someone/bert", bert)
+    hub.push("someone/rows", tables, "datasets")
+    commands = (
+        "run someone/bert someone/rows/plain/test --measure adaptive --steps 1 --quiet --out r.json",
+        "spectrum someone/bert someone/rows/plain/test --matrix ggn --k 1 --quiet --out s.json",
+        "sweep someone/bert --data someone/rows/plain/test --measure adaptive --steps 1 --quiet --out out",
+    )
+    asked = ["/api/datasets/someone/rows/revision/main?blobs=true", "/api/models/someone/bert/revision/main?blobs=true"]
+    measured("someone/bert", "someone/rows/plain/test")
+    assert sorted(path for path in hub.requests if "blobs" in path) == asked  # fetching asks in its own way
+    for command in commands:
+        hub.requests.clear()
+        assert cli.main(command.split()) == 0
+        assert sorted(hub.requests) == asked
+    (bert / "README.md").write_text("new", encoding="utf-8")
+    commit = hub.push("someone/bert", bert)
+    assert measured("someone/bert", "someone/rows/plain/test")["model"]["name"].endswith(commit)  # it asks anew
+
+
 #: Names that are not there, in every place where a command takes one.
 ABSENT = [
     "run no/such dev.tsv", "run bert no/such/train", "spectrum no/such dev.tsv", "spectrum bert no/such/train",
@@ -445,8 +490,8 @@ def test_data_that_are_refused(hub, bert, tables, tmp_path):
     hub.gated.add(("datasets", "someone/gated"))
     hub.push("someone/bert", bert)
     for source, words in {
-        "someone/rows": "has the configurations plain, other; name one and a split of it, as someone/rows/plain/SPLIT",
-        "someone/rows/test": "has the configurations plain, other",
+        "someone/rows": "there is no data at someone/rows; a data set on the Hub is named with its split",
+        "someone/rows/test": "has the configurations plain, other; name one and a split of it, as someone/rows/plain/",
         "someone/rows/plain": "has the splits train, test; name one as someone/rows/plain/train",
         "someone/rows/plain/dev": "has the splits train, test; name one as someone/rows/plain/train",
         "someone/rows/none/test": "has no configuration 'none'; it has plain, other",
