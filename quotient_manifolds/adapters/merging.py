@@ -90,8 +90,9 @@ def merge(
 
     Notes
     -----
-    A bias of B is merged like products. Saved modules and tokens, and magnitudes of DoRA, are averaged over adapters of
-    weight above 0. DoRA divides by the norm of W + BA, so that only a mean is defined: weights of sum 1.
+    A bias of B is merged like products. What is saved as a whole, as modules, tokens and biases of the model, is
+    averaged over the adapters that have it, so that their weights must not be negative. DoRA divides by the norm of
+    W + BA, so that only a mean of it is defined: weights of sum 1.
 
     Examples
     --------
@@ -287,16 +288,11 @@ def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iter
             ]
             yield key, how.array(biases).to(dtype)
     for key in sorted({key for p in parents for key in p.others if not key.endswith(".lora_B.bias")}):
-        yield key, _mean(key, [(p, w) for p, w in zip(parents, how.weights, strict=True) if key in p.others and w > 0])
+        yield key, _mean(key, [(p, w) for p, w in zip(parents, how.weights, strict=True) if key in p.others and w])
 
 
 def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
     """Return the mean of what is no product, over the adapters that have it."""
-    if not own:
-        raise ValueError(
-            f"{key} is saved as a whole, as a task's head or trained tokens are, of which only adapters with a weight "
-            "above 0 give a mean: save the adapter without it, or give one that has it such a weight"
-        )
     shapes = {str(p.place): tuple(p.tensor(key).shape) for p, _ in own}
     if len(set(shapes.values())) != 1:
         raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
@@ -376,6 +372,13 @@ def _check_alike(parents: list[Adapter], how: Method) -> None:
             "DoRA divides by the norm of the adapted weight, so that only a mean is defined: all adapters have DoRA in "
             "the same layers, and weights are not negative and have the sum 1"
         )
+    for key in sorted({key for p in parents for key in p.others if not key.endswith(".lora_B.bias")}):
+        of = [w for p, w in zip(parents, how.weights, strict=True) if key in p.others]
+        if min(of) < 0 or max(of) == 0:
+            raise ValueError(
+                f"{key} is saved as a whole, as a task's head or trained tokens are, which has a mean over adapters of "
+                f"weights above 0 but no meaning with {of}: give such weights, or save the adapters without it"
+            )
 
 
 def _metadata(parents: list[Adapter], ranks: dict[str, int]) -> dict[str, str]:

@@ -365,9 +365,9 @@ def test_what_is_no_product_and_has_no_mean_is_named(tmp_path):
         tensors(tmp_path / "out")["base_model.model.head.0.bias"], tensors(head)["base_model.model.head.0.bias"]
     )
     shutil.rmtree(tmp_path / "out")
-    merge([head, saved(tmp_path / "other", 1, modules_to_save=["head"])], tmp_path / "out", weights=[1, -0.5])
-    key = "base_model.model.head.0.bias"
-    assert torch.equal(tensors(tmp_path / "out")[key], tensors(head)[key]), "what is subtracted has no share"
+    other, key = saved(tmp_path / "other", 1, modules_to_save=["head"]), "base_model.model.head.0.bias"
+    merge([head, other], tmp_path / "out", weights=[1, 0])
+    assert torch.equal(tensors(tmp_path / "out")[key], tensors(head)[key]), "what has no weight has no share"
     shutil.rmtree(tmp_path / "out")
     larger = changed(head, tmp_path / "l", lambda k, t: torch.cat([t, t]) if "head" in k else t)
     count = changed(head, tmp_path / "c", lambda k, t: t.long() if "head" in k else t)
@@ -376,8 +376,10 @@ def test_what_is_no_product_and_has_no_mean_is_named(tmp_path):
         (
             [head, plain],
             [-1, 1],
-            r"head\.0\.bias is saved as a whole, .* of which only adapters with a weight above 0 give a mean",
+            r"head\.0\.bias is saved as a whole, .* no meaning with \[-1\]: give such weights, or save",
         ),
+        ([head, other], [1, -0.5], r"head\.0\.bias is saved as a whole, .* no meaning with \[1, -0\.5\]"),
+        ([plain, head], [1, 0], r"head\.0\.bias is saved as a whole, .* no meaning with \[0\]"),
         ([head, larger], None, r"head\.0\.bias .* the shapes {'.*h': \(4,\), '.*l': \(8,\)}"),
         ([dora, plain], None, "DoRA divides by the norm"),
         ([dora, dora], [1, 1], "DoRA divides by the norm"),
