@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from quotient_manifolds.adapters import folders, merge
+from quotient_manifolds.adapters.storage import TensorFile
 
 from ._common import write
 
@@ -31,16 +32,14 @@ def adapter(folder: Path, layers: int, width: int, rank: int, seed: int) -> None
     shapes = dict.fromkeys("qkvo", (width, width)) | {"up": (4 * width, width), "down": (width, 4 * width)}
     generator, start = torch.Generator().manual_seed(seed), "base_model.model.layers"
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for i in range(layers):
-            for name, (n, m) in shapes.items():
-                yield f"{start}.{i}.{name}.lora_A.weight", torch.randn(rank, m, generator=generator)
-                yield f"{start}.{i}.{name}.lora_B.weight", torch.randn(n, rank, generator=generator)
-
     folder.mkdir()
-    folders.write_tensors(folder / folders.WEIGHTS, tensors())
+    with TensorFile(folder / folders.WEIGHTS) as file:
+        for i, (name, (n, m)) in product(range(layers), shapes.items()):
+            A, B = (torch.randn(size, generator=generator) for size in ((rank, m), (n, rank)))
+            file.update({f"{start}.{i}.{name}.lora_{factor}.weight": t for factor, t in (("A", A), ("B", B))})
+        file.finish({})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*shapes]}
-    (folder / folders.CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    folders.write_config(folder, config)
 
 
 def peak() -> float:

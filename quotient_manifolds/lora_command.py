@@ -39,6 +39,8 @@ _COMMANDS = {
     "compare": ("one other", "Print the ranks, norms and distance of two adapters, layer by layer."),
 }
 
+#: Letters of a value in a table.
+_WIDEST = 32
 _METHODS = "A weighted sum (the default), TIES or DARE of the products, or their mean in a metric of the quotient."
 
 
@@ -56,8 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from . import adapters  # torch, which --help does not need
 
             found = getattr(adapters, name)(**options)
-        if found is not None:
-            print(json.dumps(found, indent=1) if as_json else _table(found), flush=True)
+        if as_json:
+            print(json.dumps(found, indent=1), flush=True)
+        elif isinstance(found, dict):
+            print(_table(found, asked), flush=True)
+        if not as_json and name != "compare":
+            print(_written(options["out"], found), flush=True)
     except KeyboardInterrupt:
         print("quotient-lora: interrupted", file=sys.stderr)
         return 130
@@ -145,15 +151,39 @@ def _parser() -> argparse.ArgumentParser:
     return top
 
 
-def _table(found: dict[str, Any]) -> str:
-    width = max(len(name) for name in found["layers"])
-    lines = [f"{'layer':<{width}}  {'ranks':<9}  {'norms':<16}  difference"]
+def _written(out: str, found: Any) -> str:
+    """Say what was written: how many layers, of which ranks, and what these cut off."""
+    if isinstance(found, dict):
+        ranks, lost = ([at[of] for at in found["layers"].values()] for of in ("rank", "distance"))
+        ranks = [rank for _, rank in ranks]
+    else:
+        ranks, lost = [found.rank_and_scale(layer)[0] for layer in found.layers], [*found.lost.values()]
+    of = " to ".join(map(str, sorted({min(ranks), max(ranks)})))
+    cut = f", which cut off at most {100 * max(lost):.3g} % of a product" if max(lost, default=0) > 1e-6 else ""
+    return f"{out}: {len(ranks)} layer{'s' * (len(ranks) > 1)} of rank {of}{cut}"
+
+
+def _table(found: dict[str, Any], names: Sequence[str]) -> str:
+    rows = [("layer", "ranks", "norms", "difference")]
     for name, at in found["layers"].items():
         (a, b), (x, y) = at["rank"], at["norm"]
-        lines.append(f"{name:<{width}}  {a:>3} / {b:<3}  {x:>7.4g} / {y:<6.4g}  {100 * at['distance']:.3g} %")
-    lines += [f"differs: {name}, {a} and {b}" for name, (a, b) in found.get("differs", {}).items()]
+        rows.append((name, f"{a:>3} / {b:<3}", f"{x:>7.4g} / {y:<6.4g}", f"{100 * at['distance']:.3g} %"))
+    lines = _aligned(rows)
+    if differs := found.get("differs"):
+        lines += ["", *_aligned([("differs", *names), *((key, *map(_short, pair)) for key, pair in differs.items())])]
     if left := found.get("left"):
         most = max(left, key=left.__getitem__)
         where = f"{len(left)} weight{'s' * (len(left) > 1)}"
         lines.append(f"left out: differences in {where}, up to {100 * left[most]:.3g} % ({most})")
     return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _short(value: Any) -> str:
+    """Print a value of a config, or a norm; --json has it whole."""
+    text = f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

@@ -18,9 +18,9 @@ from ..networks import network_of
 from ..symmetries.lora import is_lora
 from ..weights import first_names, naming, weights_of
 from .configs import merged_config, module_of
-from .folders import MAGNITUDE, Adapter, read
-from .merging import common_dtype, merge
-from .products import Factors, balanced
+from .folders import Adapter, read
+from .merging import merge
+from .products import Factors, balanced, common_dtype
 from .storage import check_free
 
 #: Options under which a layer adds something else than a product, or not to all tokens, or to several weights.
@@ -36,7 +36,7 @@ def carry(
     base: str | os.PathLike[str] | nn.Module,
     other: str | os.PathLike[str] | nn.Module,
     out: str | os.PathLike[str] | None = None,
-) -> Adapter | None:
+) -> Adapter:
     r"""Write the adapter that does to a rewritten base what an adapter does to the base itself.
 
     .. math:: W' = L W R + C, \qquad B'A' = L\, BA\, R, \qquad b' = b - W t ⟹ Δb' = -s\, BA\, t
@@ -57,7 +57,7 @@ def carry(
 
     Returns
     -------
-    Adapter or None
+    Adapter
         The carried adapter in memory, if there is no ``out``. Where a shift was folded, what the adapter does to it is
         a constant, a bias of B (``lora_bias``). PEFT has no such for embeddings; an adapter of some holds the model's
         own biases instead (``bias="all"``). Saved modules, such as a classifier, are carried, too.
@@ -127,9 +127,9 @@ def _check(parent: Adapter) -> None:
     """Raise for what cannot be carried."""
     if parent.single:
         raise ValueError(f"{parent.place} has not the names of PEFT, so its layers in the model are unknown")
-    for option in _NOT_CARRIED:
-        if parent.config.get(option):
-            raise ValueError(f"{parent.place} has {option}, so it cannot be carried; merge it into its model before")
+    odd = [option for option in _NOT_CARRIED if parent.config.get(option)]
+    if odd := odd or [parts["magnitude"] for parts in parent.layers.values() if "magnitude" in parts]:
+        raise ValueError(f"{parent.place} has {odd[0]}, so it cannot be carried; merge it into its model before")
 
 
 def _network(model: str | os.PathLike[str] | nn.Module) -> tuple[nn.Module, float]:
@@ -178,7 +178,7 @@ def _layers(parent: Adapter, network: nn.Module) -> dict[str, _Adapted]:
             raise ValueError(f"{parent.place}: {path} is no layer of {type(network).__name__} whose weight it can move")
         assert module is not None
         biased = getattr(module, "bias", None) is not None
-        if f"{key}.lora_B.bias" in parent.others and not biased:
+        if "bias" in parent.layers[key] and not biased:
             raise ValueError(f"{parent.place} adds a bias to {path}, which has none that symmetries could move")
         layer = _Adapted(module, name_of(path, "weight"), name_of(path, "bias") if biased else "")
         if any(layer.weight == one.weight for one in found.values()):
@@ -191,12 +191,10 @@ def _saved(parent: Adapter, network: nn.Module) -> dict[str, str]:
     """Return the names of the weights that an adapter holds as a whole or, of tokens, in part, by their keys."""
     first, weights, found = first_names(network), weights_of(network), dict[str, str]()
     for key in parent.others:
-        if key.endswith(".lora_B.bias"):
-            continue
         tokens = _TOKENS.fullmatch(key)
         name = module_of(f"{tokens[1]}.weight" if tokens else key)
         found[key] = name = first.get(name, name)
-        if MAGNITUDE.fullmatch(key) or name not in weights:
+        if name not in weights:
             raise ValueError(f"{parent.place} holds {key}, which is no weight of this {type(network).__name__}")
         if not tokens and (shape := parent.tensor(key).shape) != weights[name].shape:
             raise ValueError(f"{parent.place} holds {key} of shape {[*shape]}, not {[*weights[name].shape]}")
@@ -219,9 +217,9 @@ def _changed(
                 f"{parent.place}: {path} has {[*layer.matrix(W).shape]} entries, but {[*change.shape]} in it"
             )
         found[layer.weight] = W + (change.mT if layer.transposed else change).reshape(W.shape)
-        if (bias := f"{key}.lora_B.bias") in parent.others:
+        if "bias" in parent.layers[key]:
             b = found.get(layer.bias, in_double(weights[layer.bias].detach()))
-            found[layer.bias] = b + parent.rank_and_scale(key)[1] * in_double(parent.tensor(bias))
+            found[layer.bias] = b + parent.bias(key, len(b))
     return found
 
 

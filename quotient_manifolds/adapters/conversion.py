@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,21 @@ from torch.nn.functional import pad
 from ..linalg import in_double
 from .checkpoints import read_checkpoint
 from .configs import merged_config, module_of, parameters
-from .folders import CONFIG, HEADER, MAGNITUDE, WEIGHTS, Adapter, read
-from .storage import new_folder, write_tensors
+from .folders import HEADER, WEIGHTS, Adapter, read, write_config
+from .storage import TensorFile, new_folder
 
-#: Endings of A, B, the magnitude and the bias of B; where there is none the format has no name for it.
-_ENDINGS = {
-    "peft": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "lora_B.bias"),
-    "diffusers": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "lora_B.bias"),
-    "diffsynth": ("lora_A.default.weight", "lora_B.default.weight", "", ""),
-    "kohya": ("lora_down.weight", "lora_up.weight", "dora_scale", ""),
+#: How the keys of a layer's parts end; where there is none the format has no name for it.
+_DIFFUSERS_ENDS = {
+    "A": "lora_A.weight",
+    "B": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+    "bias": "lora_B.bias",
+}
+_ENDS = {
+    "peft": _DIFFUSERS_ENDS,
+    "diffusers": _DIFFUSERS_ENDS,
+    "diffsynth": {"A": "lora_A.default.weight", "B": "lora_B.default.weight"},
+    "kohya": {"A": "lora_down.weight", "B": "lora_up.weight", "magnitude": "dora_scale"},
 }
 #: The models of a pipeline as diffusers calls them, and as kohya's scripts do.
 _MODELS = {"unet": "unet", "transformer": "unet", "text_encoder": "te1", "text_encoder_2": "te2"}
@@ -35,7 +40,7 @@ _KOHYA = re.compile(r"lora_([a-z]+\d?)_(.+)")
 _SINGLE = "pytorch_lora_weights.safetensors"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Named:
     """A layer of an adapter: of which model of a pipeline, its path there, and where it is in the file."""
 
@@ -48,11 +53,6 @@ class _Named:
     def __str__(self) -> str:
         return f"{self.model}.{self.path}" if self.model else self.path
 
-    @property
-    def alpha(self) -> float:
-        alpha = round(self.scale * self.rank, 12)
-        return int(alpha) if alpha.is_integer() else alpha
-
 
 def convert(
     adapter: str | os.PathLike[str] | Adapter,
@@ -62,7 +62,7 @@ def convert(
     base: str | os.PathLike[str] | None = None,
     model: str | None = None,
     one_rank: bool = False,
-) -> None:
+) -> Adapter:
     r"""Write an adapter in the names of another tool, with the same factors, :math:`s\,BA = s'B'A'` in every layer.
 
     Parameters
@@ -80,6 +80,11 @@ def convert(
     one_rank : bool
         Give all layers the largest rank, for tools that read one only: the factors get rows and columns of zeros.
 
+    Returns
+    -------
+    Adapter
+        The new one.
+
     Raises
     ------
     ValueError, OSError
@@ -93,13 +98,13 @@ def convert(
     >>> from quotient_manifolds.adapters import Adapter, convert
     >>> names = {"l.to_q.lora_A.weight": torch.ones(1, 3), "l.to_q.lora_B.weight": torch.ones(2, 1)}
     >>> folder = tempfile.TemporaryDirectory()
-    >>> convert(Adapter.from_state(names), f"{folder.name}/new", to="kohya", model="unet")
+    >>> _ = convert(Adapter.from_state(names), f"{folder.name}/new", to="kohya", model="unet")
     >>> [*load_file(f"{folder.name}/new/pytorch_lora_weights.safetensors")]
     ['lora_unet_l_to_q.alpha', 'lora_unet_l_to_q.lora_down.weight', 'lora_unet_l_to_q.lora_up.weight']
     >>> folder.cleanup()
     """
-    if to not in _ENDINGS:
-        raise ValueError(f"to must be one of {', '.join(_ENDINGS)}, got {to!r}")
+    if to not in _ENDS:
+        raise ValueError(f"to must be one of {', '.join(_ENDS)}, got {to!r}")
     source = adapter if isinstance(adapter, Adapter) else read(adapter)
     layers = _layers(source, base, model)
     _check(source, layers, to)
@@ -112,13 +117,14 @@ def convert(
     if to == "diffusers":
         said = {f"{m}.{k}" if m else k: v for m, config in configs.items() for k, v in config.items()}
         metadata[HEADER] = json.dumps(said, indent=2, sort_keys=True)
-    with new_folder(out) as folder:
-        pairs = zip(layers, named, strict=True)
-        tensors = (part for layer, name in pairs for part in _tensors(source, layer, name, to, most))
-        write_tensors(folder / (WEIGHTS if to == "peft" else _SINGLE), tensors, lambda: metadata)
+    file = WEIGHTS if to == "peft" else _SINGLE
+    with new_folder(out) as folder, TensorFile(folder / file) as tensors:
+        for layer, name in zip(layers, named, strict=True):
+            tensors.update(_tensors(source, layer, name, to, most))
+        tensors.finish(metadata)
         if to == "peft":
-            text = json.dumps({**configs[layers[0].model], "peft_type": "LORA"}, indent=2, sort_keys=True)
-            (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+            write_config(folder, {**configs[layers[0].model], "peft_type": "LORA"})
+    return read(os.path.join(out, "" if to == "peft" else file))
 
 
 def _layers(source: Adapter, base: str | os.PathLike[str] | None, model: str | None) -> list[_Named]:
@@ -126,12 +132,10 @@ def _layers(source: Adapter, base: str | os.PathLike[str] | None, model: str | N
     dotted = dict[str, list[str]]()
     for path in {name.rpartition(".")[0] for name in (read_checkpoint(base).shapes if base else ())}:
         dotted.setdefault(path.replace(".", "_"), []).append(path)
-    layers = [_Named(*_place(key, source, dotted, base), key, *source.rank_and_scale(key)) for key in source.layers]
-    if model and len({layer.model for layer in layers}) > 1:
+    places = {key: _place(key, source, dotted, base) for key in source.layers}
+    if model and len({of for of, _ in places.values()}) > 1:
         raise ValueError(f"{source.place} has layers of several models, which are not all called {model!r}")
-    for layer in layers:
-        layer.model = model or layer.model
-    return layers
+    return [_Named(model or of, path, key, *source.rank_and_scale(key)) for key, (of, path) in places.items()]
 
 
 def _place(key: str, source: Adapter, dotted: dict[str, list[str]], base: Any) -> tuple[str, str]:
@@ -162,7 +166,6 @@ def _name(layer: _Named, layers: list[_Named], to: str) -> str:
 
 def _check(source: Adapter, layers: list[_Named], to: str) -> None:
     """Raise for what the format cannot express."""
-    names = {layer.key: layer for layer in layers}
     of = {layer.model for layer in layers}
     if to == "kohya" and "" in of:
         raise ValueError(
@@ -170,25 +173,20 @@ def _check(source: Adapter, layers: list[_Named], to: str) -> None:
         )
     if len(of) > 1 and (to == "peft" or "" in of):
         raise ValueError(f"{source.place} has layers of {len(of)} models, {sorted(of)}, which {to} cannot tell")
-    magnitudes = [key for key in source.others if MAGNITUDE.fullmatch(key)]
-    if magnitudes and len(magnitudes) < len(layers) and to in ("peft", "diffusers"):
+    normed = [layer for layer, parts in source.layers.items() if "magnitude" in parts]
+    if normed and len(normed) < len(layers) and to in ("peft", "diffusers"):
         raise ValueError(f"{source.place} has magnitudes of DoRA in some layers, where {to} has them in all or in none")
-    beside = {*magnitudes} if _ENDINGS[to][2] else set[str]()
-    beside |= {f"{key}.lora_B.bias" for key in names} if _ENDINGS[to][3] else set()
-    config = source.options(layers[0].key)[1]
-    odd = [key for key in source.others if key not in beside]
-    odd += [key for key in names if source.layers[key]["A"].find("embedding_A") > 0 or parameters(key, config)]
-    odd += [key for key in names if ".processor." in key or source.groups(key) > 1]
-    odd += [key for key in magnitudes if source.tensor(source.layers[_layer_of(key)]["A"]).dim() > 2]
-    if config.get("fan_in_fan_out") and to != "peft":
-        odd += [*names]  # whose products other readers would add to the transposed weight
+    odd = [*source.others]
+    for layer in layers:
+        parts, config = source.layers[layer.key], source.options(layer.key)[1]
+        odd += [key for part, key in parts.items() if part not in (*_ENDS[to], "alpha")]
+        special = "embedding_A" in parts["A"] or parameters(layer.key, config) or ".processor." in layer.key
+        # Other readers would add the product to the transposed weight.
+        transposed = config.get("fan_in_fan_out") and to != "peft"
+        convolution = "magnitude" in parts and source.tensor(parts["A"]).dim() > 2
+        odd += [layer.key] * bool(special or transposed or convolution or source.groups(layer.key) > 1)
     if odd:
         raise ValueError(f"{source.place} holds {odd[0]}, which {to} has no name for")
-
-
-def _layer_of(magnitude: str) -> str:
-    found = MAGNITUDE.fullmatch(magnitude)
-    return found[1] if found else ""
 
 
 def _configs(source: Adapter, layers: list[_Named], most: int, base: str) -> dict[str, dict[str, Any]]:
@@ -199,35 +197,36 @@ def _configs(source: Adapter, layers: list[_Named], most: int, base: str) -> dic
         config = source.options(own[0].key)[1]
         if not config or most:
             ranks = {layer.path: most or layer.rank for layer in own}
-            alphas = {layer.path: _Named("", "", "", ranks[layer.path], layer.scale).alpha for layer in own}
+            alphas = {layer.path: _alpha(layer.scale, ranks[layer.path]) for layer in own}
             usual = Counter(alphas.values()).most_common(1)[0][0]
             pattern = {f"^{re.escape(path)}": a for path, a in alphas.items() if a != usual}
             new: dict[str, Any] = {"alpha_pattern": pattern}
-            new["use_dora"] = any(MAGNITUDE.fullmatch(key) for key in source.others)
-            new["lora_bias"] = any(key.endswith("lora_B.bias") for key in source.others)
+            parts = {part for layer in own for part in source.layers[layer.key]}
+            new |= {"use_dora": "magnitude" in parts, "lora_bias": "bias" in parts}
             config = {"base_model_name_or_path": base, **merged_config([config], ranks), "lora_alpha": usual, **new}
             config = {k: v for k, v in config.items() if v}
         found[model] = config
     return found
 
 
-def _tensors(source: Adapter, layer: _Named, name: str, to: str, most: int) -> Iterator[tuple[str, Tensor]]:
-    A, B = (source.tensor(source.layers[layer.key][f]) for f in "AB")
+def _alpha(scale: float, rank: int) -> float:
+    """Return α of a scale α / r, as a whole number if it is one."""
+    alpha = round(scale * rank, 12)
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+def _tensors(source: Adapter, layer: _Named, name: str, to: str, most: int) -> dict[str, Tensor]:
+    """Return the tensors of a layer by their new keys."""
+    parts = {part: source.tensor(key) for part, key in source.layers[layer.key].items() if part != "alpha"}
     rank = max(most, layer.rank)
-    A = pad(A, [0, 0] * (A.dim() - 1) + [0, rank - layer.rank])
-    B = pad(B, [0, 0] * (B.dim() - 2) + [0, rank - layer.rank])
-    a, b, magnitude, bias = _ENDINGS[to]
+    parts["A"] = pad(parts["A"], [0, 0] * (parts["A"].dim() - 1) + [0, rank - layer.rank])
+    parts["B"] = B = pad(parts["B"], [0, 0] * (parts["B"].dim() - 2) + [0, rank - layer.rank])
     if to == "diffsynth" and layer.scale != 1:
-        B = (layer.scale * in_double(B)).to(torch.promote_types(B.dtype, torch.float32))
-    yield f"{name}.{a}", A
-    yield f"{name}.{b}", B
-    if to == "kohya":
-        yield f"{name}.alpha", torch.tensor(float(layer.scale * rank))
-    for key in source.others:
-        if key == f"{layer.key}.lora_B.bias":
-            yield f"{name}.{bias}", source.tensor(key)
-        elif _layer_of(key) == layer.key:
-            m = source.tensor(key)
-            if m.shape[0] != len(B) or m.numel() != len(B):
-                raise ValueError(f"{key} has the shape {tuple(m.shape)}, not one norm for each of {len(B)} outputs")
-            yield f"{name}.{magnitude}", m.reshape(-1, 1) if to == "kohya" else m.flatten()
+        parts["B"] = (layer.scale * in_double(B)).to(torch.promote_types(B.dtype, torch.float32))
+    if (m := parts.get("magnitude")) is not None:
+        if m.shape[0] != len(B) or m.numel() != len(B):
+            key = source.layers[layer.key]["magnitude"]
+            raise ValueError(f"{key} has the shape {tuple(m.shape)}, not one norm for each of {len(B)} outputs")
+        parts["magnitude"] = m.reshape(-1, 1) if to == "kohya" else m.flatten()
+    new = {f"{name}.{_ENDS[to][part]}": t for part, t in parts.items()}
+    return new | ({f"{name}.alpha": torch.tensor(float(layer.scale * rank))} if to == "kohya" else {})

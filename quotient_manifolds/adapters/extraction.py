@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,9 @@ from torch import Tensor
 from ..linalg import in_double
 from .checkpoints import WeightFiles, read_checkpoint
 from .configs import merged_config
-from .folders import CONFIG, WEIGHTS
+from .folders import WEIGHTS, write_card, write_config
 from .products import Method, check_kept, present, truncated
-from .storage import new_folder, write_tensors
+from .storage import TensorFile, new_folder
 
 Path = str | os.PathLike[str]
 #: Layers of these names are embeddings, if they have no bias, and heads.
@@ -97,19 +96,30 @@ def extract(
     saved = _saved(models[1], modules_to_save)
     paths = [path for path in _chosen(*models, target_modules) if f"{path}.weight" not in saved]
     layers, first = dict[str, Any](), _inputs_first(models[0], paths)
-    with new_folder(out) as folder:
-        tensors = _tensors(models, how, {path: path in first for path in paths}, saved, layers)
-        write_tensors(folder / WEIGHTS, tensors)
+    with new_folder(out) as folder, TensorFile(folder / WEIGHTS) as file:
+        for path in paths:
+            if bool((D := _difference(*models, f"{path}.weight")).any()):
+                B, A, layers[path] = _adapted(D.mT if path in first else D, how)
+                file.update(_named(path, {"lora_A.weight": A, "lora_B.weight": B}, models[1]))
+        if not layers:
+            raise ValueError(f"{models[0].place} and {models[1].place} differ in no layer that may be adapted")
+        biases = _biases(*models, {path: models[0].matrices()[path][path in first] for path in layers})
+        for path, bias in biases.items():
+            file.update(_named(path, {"lora_B.bias": bias}, models[1]))
+        for name in saved:
+            file.update({f"base_model.model.{name}": models[1].tensor(name)})
+        file.finish({})
         config = merged_config([{}], {path: len(at["singular_values"][1]) for path, at in layers.items()})
         name, _, commit = models[0].origin.partition("@")
         config |= {"peft_type": "LORA", "base_model_name_or_path": name or os.fspath(base), "revision": commit or None}
         config |= {"modules_to_save": [*modules_to_save] or None, "fan_in_fan_out": any(p in first for p in layers)}
-        config = {option: value for option, value in config.items() if value}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        card = f"---\nbase_model: {json.dumps(config['base_model_name_or_path'])}\nlibrary_name: peft\n---\n\n"
-        card += f"Made by quotient-lora extract from {models[1].origin or tuned}\n"
-        (folder / "README.md").write_bytes(card.encode("utf-8", "backslashreplace"))
-        left = dict(_left(*models, {*saved, *(f"{path}.weight" for path in layers)}))
+        config |= {"lora_bias": bool(biases)}
+        write_config(folder, {option: value for option, value in config.items() if value})
+        made = f"Made by quotient-lora extract from {models[1].origin or tuned}\n"
+        write_card(folder, config["base_model_name_or_path"], made)
+        left = dict(
+            _left(*models, {*saved, *(f"{path}.weight" for path in layers), *(f"{path}.bias" for path in biases)})
+        )
     return {"layers": layers, "left": left}
 
 
@@ -160,37 +170,56 @@ def _inputs_first(base: WeightFiles, paths: list[str]) -> set[str]:
     return {path for path, side in sides.items() if True in side}
 
 
-def _tensors(
-    models: tuple[WeightFiles, WeightFiles],
-    how: Method,
-    paths: dict[str, bool],
-    saved: list[str],
-    layers: dict[str, Any],
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the adapter, and note what they keep of each layer."""
-    for path, inputs_first in paths.items():
-        W, tuned = (model.tensor(f"{path}.weight") for model in models)
-        if torch.equal(W, tuned):
-            continue
-        D = in_double(tuned) - in_double(W)
-        if not bool(D.isfinite().all()):
-            raise ValueError(f"{path}.weight has NaN or infinite entries in one of the models")
-        U, sigma, Vh = torch.linalg.svd(D.mT if inputs_first else D, full_matrices=False)
-        G, H = truncated((U, sigma, Vh.mT), how.rank or len(sigma), how.energy or 1.0, whole=how.energy is None)
-        kept = int((G.norm(dim=0) > 0).sum())
-        layers[path] = {
-            "rank": [int(present(sigma).sum()), kept],
-            "norm": [float(sigma.norm()), float(sigma[:kept].norm())],
-            "distance": float(sigma[kept:].norm() / sigma.norm()),
-            "singular_values": [sigma.tolist(), [*sigma[:kept].tolist(), *[0.0] * (G.shape[-1] - kept)]],
-        }
-        dtype = torch.promote_types(tuned.dtype, torch.float32)  # rounding to half precision would lose more
-        yield f"base_model.model.{path}.lora_A.weight", H.mT.to(dtype)
-        yield f"base_model.model.{path}.lora_B.weight", G.to(dtype)
-    if not layers:
-        raise ValueError(f"{models[0].place} and {models[1].place} differ in no layer that may be adapted")
-    for name in saved:
-        yield f"base_model.model.{name}", models[1].tensor(name)
+def _difference(base: WeightFiles, tuned: WeightFiles, name: str) -> Tensor:
+    """Return how a weight differs, in float64."""
+    D = in_double(tuned.tensor(name)) - in_double(base.tensor(name))
+    if not bool(D.isfinite().all()):
+        raise ValueError(f"{name} has NaN or infinite entries in one of the models")
+    return D
+
+
+def _named(path: str, parts: dict[str, Tensor], tuned: WeightFiles) -> dict[str, Tensor]:
+    """Return parts of a layer by their keys in PEFT; rounding them to half precision would lose more."""
+    dtype = torch.promote_types(tuned.tensor(f"{path}.weight").dtype, torch.float32)
+    return {f"base_model.model.{path}.{end}": part.to(dtype) for end, part in parts.items()}
+
+
+def _adapted(D: Tensor, how: Method) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return B and A of a layer, and what they keep of its difference."""
+    U, sigma, V = _svd(D)
+    G, H, lost = truncated((U, sigma, V), how.rank or len(sigma), how.energy or 1.0, whole=how.energy is None)
+    kept = int((G.norm(dim=0) > 0).sum())
+    values = [sigma.tolist(), [*sigma[:kept].tolist(), *[0.0] * (G.shape[-1] - kept)]]
+    norms = [float(sigma.norm()), float(sigma[:kept].norm())]
+    ranks = [int(present(sigma).sum()), kept]
+    return G, H.mT, {"rank": ranks, "norm": norms, "distance": lost, "singular_values": values}
+
+
+def _svd(D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, σ and V of a matrix in float64, by the eigenvectors V of its smaller Gram matrix.
+
+    σ are the sizes of the columns of D V. They and products are right to √ε σ₁, a tenth of what counts as present, and
+    mostly to rounding: 2e-15 σ₁ and 5e-13 σ₁ beside torch's SVD at 4096 × 4096, in 22 s for 38 s of one thread.
+    """
+    if len(D) < D.shape[1]:
+        V, sigma, U = _svd(D.mT)
+        return U, sigma, V
+    size = D.abs().max()
+    D = D / size
+    V = torch.linalg.eigh(D.mT @ D).eigenvectors
+    U = D @ V
+    sigma, order = U.norm(dim=0).sort(descending=True)
+    return U[:, order] / sigma.clamp_min(torch.finfo(D.dtype).tiny), sigma * size, V[:, order]
+
+
+def _biases(base: WeightFiles, tuned: WeightFiles, outputs: dict[str, int]) -> dict[str, Tensor]:
+    """Return what is added to the biases of layers, of which PEFT has one in all or in none."""
+    both = {path for path in outputs if base.shapes.get(f"{path}.bias", 0) == tuned.shapes.get(f"{path}.bias")}
+    found = {
+        path: _difference(base, tuned, f"{path}.bias") if path in both else torch.zeros(n, dtype=torch.float64)
+        for path, n in outputs.items()
+    }
+    return found if any(bool(b.any()) for b in found.values()) else {}
 
 
 def _left(base: WeightFiles, tuned: WeightFiles, taken: set[str]) -> Iterator[tuple[str, float]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,26 +24,25 @@ from .storage import PICKLES, header, read_tensor
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 #: Where diffusers keeps the config of each model, in the metadata of a file.
 HEADER = "lora_adapter_metadata"
-#: The factors of a layer, A (r, in, …) and B (out, r, …): lora_A, lora_embedding_A in peft and diffusers, lora_down in
-#: kohya's scripts, lora.down or lora_linear_layer.down in older files of diffusers; with the adapter's name in a state
-#: that was saved as it is.
-_FACTOR = re.compile(r"(.+)[._]lora[._](?:embedding_|linear_layer\.)?(A|B|down|up)(?:\.default)?(?:\.weight)?")
-#: The magnitude of a layer with DoRA, in peft and diffusers and in kohya's scripts.
-MAGNITUDE = re.compile(r"(.+)\.(?:lora_magnitude_vector(?:\.default)?(?:\.weight)?|dora_scale)")
-#: What a layer of a single file may have beside factors: it, and a bias of B.
-_BESIDE = re.compile(r"(.+)\.(?:lora_magnitude_vector(?:\.default)?(?:\.weight)?|dora_scale|lora_B\.bias)")
-#: What single files hold besides factors, by the end of its key.
-_OTHERS = {
-    "diff": "the change of a whole weight",
-    "diff_b": "the change of a bias",
+#: The parts of a layer by the ends of their keys: its factors A (r, in, …) and B (out, r, …), kohya's alpha, the
+#: magnitude of DoRA, and a bias of B; with the adapter's name in a state that was saved as it is.
+_PARTS = {
+    "A": r"[._]lora[._](?:embedding_|linear_layer\.)?(?:A|down)(?:\.default)?(?:\.weight)?",
+    "B": r"[._]lora[._](?:embedding_|linear_layer\.)?(?:B|up)(?:\.default)?(?:\.weight)?",
+    "alpha": r"\.alpha",
+    "magnitude": r"\.(?:lora_magnitude_vector(?:\.default)?(?:\.weight)?|dora_scale)",
+    "bias": r"\.lora_B(?:\.default)?\.bias",
 }
+_KEY = re.compile(f"(.+)(?:{'|'.join(f'(?P<{part}>{end})' for part, end in _PARTS.items())})")
+#: What single files hold besides factors, by the end of its key.
+_OTHERS = {"diff": "the change of a whole weight", "diff_b": "the change of a bias"}
 #: Options in which adapters that are merged have to agree.
 _COMMON = ("target_parameters", "alora_invocation_tokens", "layer_replication")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in files, whose tensors are read when they are asked for, or in memory.
+    r"""An adapter in files, whose tensors are read when they are asked for, or in memory.
 
     Attributes
     ----------
@@ -50,15 +51,17 @@ class Adapter:
     config : dict
         What ``adapter_config.json`` says; for a single file what diffusers keeps in its metadata, or nothing.
     layers : dict of str to dict of str to str
-        Keys of each layer's factors "A" and "B" and, in a single file, of its "alpha".
+        Keys of each layer's factors "A" and "B" and, if it has them, of its "alpha", "magnitude" and "bias" of B.
     others : tuple of str
-        Keys of all else: biases, magnitudes, saved modules.
+        Keys of what is saved as a whole: modules, tokens, biases of the model.
     metadata : dict of str to str
         The metadata in the header of the file.
     state : mapping of str to Tensor
         The tensors of an adapter in memory.
     origin : str
         The name on the Hub, with the commit, of what was fetched from there.
+    lost : mapping of str to float
+        What a smaller rank has cut off, \|X - BA\| / \|X\| by layers, of an adapter that was just made.
 
     Examples
     --------
@@ -85,6 +88,7 @@ class Adapter:
     metadata: dict[str, str]
     state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     origin: str = ""
+    lost: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_state(
@@ -164,6 +168,12 @@ class Adapter:
         return f"{self.weights.stem}.safetensors" if pickled else self.weights.name
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """Keys of what is no factor and says no scale."""
+        parts = (parts[part] for parts in self.layers.values() for part in ("magnitude", "bias") if part in parts)
+        return (*self.others, *parts)
+
+    @property
     def has_alphas(self) -> bool:
         """Whether the file has an alpha for each layer."""
         return any("alpha" in of for of in self.layers.values())
@@ -179,6 +189,14 @@ class Adapter:
         """What has to be the same in adapters that are merged: options, and how factors are called."""
         names = next(iter(self.layers.values()))["A"].rpartition("lora")[2] if self.single else CONFIG
         return {**{option: self.config.get(option) or None for option in _COMMON}, "the format of their names": names}
+
+    @property
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """The config of each model, by what its layers begin with; a file without metadata has none."""
+        if not self.single:
+            return {"": self.config}
+        prefixes = sorted({prefix_of(layer, self.config) for layer in self.layers}) if HEADER in self.metadata else []
+        return {prefix: of_model(self.config, prefix) for prefix in prefixes}
 
     def options(self, layer: str) -> tuple[str, dict[str, Any]]:
         """Return the path of a layer in its model, and the config of that model, empty if none is known."""
@@ -211,6 +229,11 @@ class Adapter:
         if more or not (isinstance(r, int) and r > 0 and isinstance(alpha, int | float)):
             raise ValueError(f"{self.place}: {layer} needs one rank above 0 and one alpha, got {[(r, alpha), *more]}")
         return r, alpha / (r**0.5 if config.get("use_rslora") else r)
+
+    def bias(self, layer: str, outputs: int) -> Tensor:
+        """Read the bias of B times the scale, by which peft multiplies it, too; 0 where there is none."""
+        key = self.layers.get(layer, {}).get("bias")
+        return self.rank_and_scale(layer)[1] * in_double(self.tensor(key)) if key else torch.zeros(outputs).double()
 
     def groups(self, layer: str) -> int:
         """Count the groups of a convolution, whose products have outputs and parts of the rank of their own."""
@@ -276,42 +299,66 @@ def _described(
     config: dict[str, Any], state: Mapping[str, Tensor] | None = None,
 ) -> Adapter:  # fmt: skip
     """Sort the tensors of an adapter; refuse what holds no plain products."""
-    single = place == weights
-    keys, layers = sorted(shapes), dict[str, dict[str, str]]()
-    for key in keys:
-        if found := _FACTOR.fullmatch(key):
-            layers.setdefault(found[1], {})["A" if found[2] in ("A", "down") else "B"] = key
-    needed, configs = ["peft_type", "r", "lora_alpha"], [config]
-    if single:
-        for layer, of in layers.items():
-            if f"{layer}.alpha" in keys:
-                of["alpha"] = f"{layer}.alpha"
-        prefixes = sorted({prefix_of(layer, config) for layer in layers}) if HEADER in metadata else []
-        needed, configs = needed[1:], [of_model(config, prefix) for prefix in prefixes]
-    for options in configs:
+    layers, others = dict[str, dict[str, str]](), list[str]()
+    for key in sorted(shapes):
+        if not ((found := _KEY.fullmatch(key)) and found.lastgroup):
+            others.append(key)
+        elif (twin := layers.setdefault(found[1], {}).setdefault(found.lastgroup, key)) != key:
+            raise ValueError(f"{place} holds {twin} and {key}, which are the same part of a layer: leave out one")
+    for layer in [layer for layer, parts in layers.items() if not {"A", "B"} & parts.keys()]:
+        others += layers.pop(layer).values()
+    adapter = Adapter(place, weights, config, layers, tuple(sorted(others)), metadata, state or {})
+    for options in adapter.configs.values():
         check_options(place, options)
-        if missing := [option for option in needed if options.get(option) is None]:
-            where = f"the metadata {HEADER}" if single else CONFIG
-            raise ValueError(f"{place}: {where} lacks {', '.join(missing)}, so the scale of the products is unknown")
-    if not layers or any(len({"A", "B"} & of.keys()) < 2 for of in layers.values()):
+    _check_parts(adapter, shapes)
+    _check_scale(adapter)
+    return adapter
+
+
+def _check_parts(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise if there are no products, or a tensor is empty or unknown."""
+    place, layers = adapter.place, adapter.layers.values()
+    if not layers or any(len({"A", "B"} & parts.keys()) < 2 for parts in layers):
         raise ValueError(f"{place} has no pairs of factors in the names of peft, diffusers or kohya's scripts")
     if empty := [key for key, shape in shapes.items() if 0 in shape]:
         raise ValueError(
             f"{place}: {empty[0]} is empty, as when DeepSpeed's ZeRO-3 or FSDP saves a weight that was not gathered; "
             "save the adapter again"
         )
-    known = {key for of in layers.values() for key in of.values()}
-    others = tuple(key for key in keys if key not in known)
-    if single and (odd := [key for key in others if not ((at := _BESIDE.fullmatch(key)) and at[1] in layers)]):
-        what = _OTHERS.get(odd[0].rpartition(".")[2])
-        raise ValueError(f"{place} holds {odd[0]}{f', {what},' if what else ','} which is no factor of LoRA")
-    alphas = sum("alpha" in of for of in layers.values())
-    if single and not configs and not alphas and any(layer.startswith("base_model.model.") for layer in layers):
+    if adapter.config.get("bias") == "lora_only" and not any(key.endswith(".bias") for key in adapter.others):
+        said = "has no biases, though bias='lora_only' trains those of its layers: PEFT before 0.21 did not save them"
+        warnings.warn(f"{place} {said}", stacklevel=4)
+    if adapter.single and adapter.others:
+        odd = adapter.others[0]
+        what = _OTHERS.get(odd.rpartition(".")[2])
+        raise ValueError(f"{place} holds {odd}{f', {what},' if what else ','} which is no factor of LoRA")
+
+
+def _check_scale(adapter: Adapter) -> None:
+    """Raise unless the scale of every product is stated once."""
+    place, layers, configs = adapter.place, adapter.layers, adapter.configs
+    where = f"the metadata {HEADER}" if adapter.single else CONFIG
+    for options in configs.values():
+        needed = ("r", "lora_alpha") if adapter.single else ("peft_type", "r", "lora_alpha")
+        if missing := [option for option in needed if options.get(option) is None]:
+            raise ValueError(f"{place}: {where} lacks {', '.join(missing)}, so the scale of the products is unknown")
+    alphas = sum("alpha" in parts for parts in layers.values())
+    if not configs and not alphas and any(layer.startswith("base_model.model.") for layer in layers):
         raise ValueError(f"{place} has the names of PEFT, whose scale is in {CONFIG}: name the folder that has both")
     if alphas and (configs or alphas < len(layers)):
-        rest = f"the metadata {HEADER} say one, too" if configs else "others lack it"
+        rest = f"{where} has one, too" if configs else "others lack it"
         raise ValueError(f"{place} has an alpha for {alphas} of {len(layers)} layers, but {rest}: the scale is unclear")
-    return Adapter(place, weights, config, layers, others, metadata, state or {})
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write the config of an adapter."""
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_card(folder: Path, base: str, made: str) -> None:
+    """Write what PEFT writes beside an adapter: of which model it is, and how it was made."""
+    text = f"---\nbase_model: {json.dumps(base)}\nlibrary_name: peft\n---\n\n{made}"
+    (folder / "README.md").write_bytes(text.encode("utf-8", "backslashreplace"))  # a path may be no text
 
 
 def _located(name: str) -> tuple[Path, str]:

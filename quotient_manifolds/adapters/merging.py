@@ -7,9 +7,9 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from ..linalg import in_double
 from ..manifold import MANIFOLDS
 from ..passes import drawing_again
-from .configs import merged_config, module_of, parameters, prefix_of
-from .folders import CONFIG, HEADER, MAGNITUDE, Adapter, read
-from .products import Factors, Method, check_kept, present, product_svd, signed_sum
-from .storage import new_folder, write_tensors
+from .configs import merged_config, module_of, parameters
+from .folders import HEADER, Adapter, read, write_card, write_config
+from .products import Factors, Method, check_kept, common_dtype, present, product_svd, signed_sum
+from .storage import TensorFile, new_folder
 
 Path = str | os.PathLike[str]
 #: Metadata that tell whether a file was changed.
@@ -39,7 +39,7 @@ def merge(
     space: str = "core",
     density: float = 0.5,
     seed: int = 0,
-) -> Adapter | None:
+) -> Adapter:
     r"""Merge LoRA adapters into one, by the products of their factors and without the model.
 
     .. math:: \hat B \hat A = \sum_i w_i s_i B_i A_i
@@ -57,7 +57,7 @@ def merge(
         metadata; a file without any of them has 1.
     out : path, optional
         Folder to create, or empty. It appears when it is complete; a file in it has the name, keys and metadata of the
-        first, and one rank in all layers if nothing in it says a scale. Without it the result is returned.
+        first, and one rank in all layers if nothing in it says a scale. Without it the result is in memory.
     weights : sequence of float, optional
         One for each adapter, of any sign. By default 1/k, a mean, and 1 for ``"ties"``, which takes a mean by itself.
     rank : int, optional
@@ -79,8 +79,8 @@ def merge(
 
     Returns
     -------
-    Adapter or None
-        The merged adapter in memory, if there is no ``out``.
+    Adapter
+        The merged adapter; ``lost`` has what a smaller rank has cut off from each product.
 
     Raises
     ------
@@ -102,60 +102,71 @@ def merge(
     >>> folder = tempfile.TemporaryDirectory()
     >>> model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 5)), config)
     >>> model.save_pretrained(f"{folder.name}/a")
-    >>> merge([f"{folder.name}/a"] * 2, f"{folder.name}/twice", weights=[1, 1])
+    >>> _ = merge([f"{folder.name}/a"] * 2, f"{folder.name}/twice", weights=[1, 1])
     >>> f"{compare(f'{folder.name}/a', f'{folder.name}/twice')['layers']['0']['distance']:.3f}"
     '0.500'
     >>> folder.cleanup()
     """
-    parents, ranks = [_read(adapter) for adapter in adapters], dict[str, int]()
-    how = Method(method, _checked_weights(parents, weights, method), space, density, rank, energy)
+    parents = [_read(adapter) for adapter in adapters]
+    how = Method(method, _checked_weights(parents, weights, method), space, density, rank, energy, seed)
     _check_alike(parents, how)
-    first, seeded = parents[0], partial(_seeded, seed) if method == "dare" else nullcontext
+    first = parents[0]
     if out is None:
-        with seeded():
-            state = dict(_tensors(parents, _of_one_rank(parents, how, ranks), ranks))
-        return Adapter.from_state(state, {} if first.single else merged_config([p.config for p in parents], ranks))
-    with new_folder(out) as folder:
-        with seeded():
-            how = _of_one_rank(parents, how, ranks)
-        tensors = _tensors(parents, how, ranks)
-        with seeded():
-            write_tensors(folder / first.saved_as, tensors, lambda: _metadata(parents, ranks))
+        state = dict[str, Tensor]()
+        ranks, lost = _fill(state, parents, _of_one_rank(parents, how))
+        config = {} if first.single else merged_config([p.config for p in parents], ranks)
+        return replace(Adapter.from_state(state, config), lost=lost)
+    with new_folder(out) as folder, TensorFile(folder / first.saved_as) as file:
+        ranks, lost = _fill(file, parents, _of_one_rank(parents, how))
+        file.finish(_metadata(parents, ranks))
         if not first.single:
-            config = merged_config([p.config for p in parents], ranks)
-            (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        base = json.dumps(first.config.get("base_model_name_or_path") or "")
-        card = f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nMade by quotient-lora, method {method}, from\n\n"
+            write_config(folder, merged_config([p.config for p in parents], ranks))
         made_of = (f"- {w:g} × {p.origin or p.place}\n" for p, w in zip(parents, how.weights, strict=True))
-        text = (card + "".join(made_of)).encode("utf-8", "backslashreplace")  # a path may be no text
-        (folder / "README.md").write_bytes(text)
-    return None
+        made = f"Made by quotient-lora, method {method}, from\n\n{''.join(made_of)}"
+        write_card(folder, first.config.get("base_model_name_or_path") or "", made)
+    return replace(read(os.path.join(out, first.saved_as if first.single else "")), lost=lost)
 
 
 def _read(adapter: Path | Adapter) -> Adapter:
     return adapter if isinstance(adapter, Adapter) else read(adapter)
 
 
-def _of_one_rank(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Method:
+def _of_one_rank(parents: list[Adapter], how: Method) -> Method:
     """Return how to merge files without any scale: readers may take that of one layer for all, so all have one rank."""
-    if not parents[0].single or parents[0].has_alphas or HEADER in parents[0].metadata:
+    if not parents[0].single or parents[0].has_alphas or parents[0].configs:
         return how
-    for _ in _tensors(parents, how, ranks):
-        pass
-    return replace(how, rank=max(ranks.values()), energy=None)
+    with _seeded(how):
+        return replace(how, rank=max(_merged(parents, how, layer)[1] for layer in _layers(parents)), energy=None)
+
+
+def _fill(
+    tensors: dict[str, Tensor] | TensorFile, parents: list[Adapter], how: Method
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Add the tensors of a merged adapter; return the rank of each layer, and what this has cut off."""
+    ranks, lost = dict[str, int](), dict[str, float]()
+    with _seeded(how):
+        for layer in _layers(parents):
+            found, ranks[layer], lost[layer] = _merged(parents, how, layer)
+            tensors.update(found)
+    for key in sorted({key for p in parents for key in p.others}):
+        tensors.update({key: _mean(parents, how, [key if key in p.others else "" for p in parents])})
+    return ranks, lost
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded(how: Method) -> Iterator[None]:
     """Let PEFT draw from torch's generator, which is that of all threads."""
+    if how.name != "dare":
+        yield
+        return
     with drawing_again([]):
-        torch.manual_seed(seed)
+        torch.manual_seed(how.seed)
         yield
 
 
 def resize(
     adapter: Path | Adapter, out: Path | None = None, *, rank: int | None = None, energy: float | None = None
-) -> Adapter | None:
+) -> Adapter:
     """Write the nearest adapter of another rank, in the Frobenius norm of each layer's product.
 
     A larger rank keeps the product: in the new directions B is 0 and A is not, so that they can be trained.
@@ -171,7 +182,7 @@ def resize(
 
     Returns
     -------
-    Adapter or None
+    Adapter
 
     Examples
     --------
@@ -186,7 +197,7 @@ def resize(
     return merge([adapter], out, rank=rank, energy=energy)
 
 
-def balance(adapter: Path | Adapter, out: Path | None = None) -> Adapter | None:
+def balance(adapter: Path | Adapter, out: Path | None = None) -> Adapter:
     r"""Write an adapter of the same products with balanced factors, :math:`B^T B = A A^T` = diag(σ).
 
     Training goes on from them at rates that suit factors of equal size. Ranks remain, and scales become 1. Where a
@@ -200,7 +211,7 @@ def balance(adapter: Path | Adapter, out: Path | None = None) -> Adapter | None:
 
     Returns
     -------
-    Adapter or None
+    Adapter
 
     Examples
     --------
@@ -257,55 +268,45 @@ def compare(one: Path | Adapter, other: Path | Adapter) -> dict[str, Any]:
         options = [p.config.get(key) for p in both]
         if options[0] != options[1]:
             found["differs"][key] = options
-    for key in sorted({key for p in both for key in p.others}):
-        tensors = [p.tensor(key) if key in p.others else torch.zeros(0) for p in both]
+    for key in sorted({key for p in both for key in p.beside}):
+        tensors = [p.tensor(key) if key in p.beside else torch.zeros(0) for p in both]
         if not torch.equal(*tensors):
             found["differs"][key] = [float(t.double().norm()) for t in tensors]
     return found
 
 
-def _tensors(parents: list[Adapter], how: Method, ranks: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a merged adapter, and note the rank of each layer."""
-    biased, alphas = any(p.config.get("lora_bias") for p in parents), parents[0].has_alphas
-    for layer in _layers(parents):
-        holders = [p for p in parents if layer in p.layers]
-        first = holders[0]
-        # The experts of a module share a rank with its other parameters, which the file does not name.
-        whole = bool(parameters(layer, first.config))
-        with _named(layer):
-            parts, groups = _factors(parents, layer), first.groups(layer)
-            if how.rank and how.rank < groups:
-                raise ValueError(f"a convolution in {groups} groups has a rank of at least {groups}, not {how.rank}")
-            G, H = replace(how, rank=how.rank and how.rank // groups).factors(parts, whole)
-        ranks[layer] = G.shape[-1] * groups
-        dtype = common_dtype([p.tensor(p.layers[layer]["A"]) for p in holders])
-        yield from first.packed(layer, G, H, dtype, alphas).items()
-        key, absent = f"{layer}.lora_B.bias", G.new_zeros(G.shape[-2])
-        if any(key in p.others for p in parents) or (biased and not first.layers[layer]["B"].endswith("embedding_B")):
-            # peft multiplies the bias of B by the scale, too.
-            biases = [
-                p.rank_and_scale(layer)[1] * in_double(p.tensor(key)) if key in p.others else absent for p in parents
-            ]
-            yield key, how.array(biases).to(dtype)
-    for key in sorted({key for p in parents for key in p.others if not key.endswith(".lora_B.bias")}):
-        yield key, _mean(key, [(p, w) for p, w in zip(parents, how.weights, strict=True) if key in p.others and w])
+def _merged(parents: list[Adapter], how: Method, layer: str) -> tuple[dict[str, Tensor], int, float]:
+    """Return the tensors of a layer of a merged adapter, its rank, and what the rank has cut off, as a share."""
+    holders = [p for p in parents if layer in p.layers]
+    first = holders[0]
+    # The experts of a module share a rank with its other parameters, which the file does not name.
+    whole = bool(parameters(layer, first.config))
+    with _named(layer):
+        parts, groups = _factors(parents, layer), first.groups(layer)
+        if how.rank and how.rank < groups:
+            raise ValueError(f"a convolution in {groups} groups has a rank of at least {groups}, not {how.rank}")
+        G, H, lost = replace(how, rank=how.rank and how.rank // groups).factors(parts, whole)
+    dtype = common_dtype([p.tensor(p.layers[layer]["A"]) for p in holders])
+    tensors = first.packed(layer, G, H, dtype, parents[0].has_alphas)
+    biased = any(p.config.get("lora_bias") for p in parents) and "embedding_B" not in first.layers[layer]["B"]
+    if biased or any("bias" in p.layers[layer] for p in holders):
+        key = next((p.layers[layer]["bias"] for p in holders if "bias" in p.layers[layer]), f"{layer}.lora_B.bias")
+        tensors[key] = how.array([p.bias(layer, groups * G.shape[-2]).to(G) for p in parents]).to(dtype)
+    if magnitude := first.layers[layer].get("magnitude"):
+        tensors[magnitude] = _mean(parents, how, [p.layers[layer]["magnitude"] for p in parents])
+    return tensors, G.shape[-1] * groups, lost
 
 
-def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
-    """Return the mean of what is no product, over the adapters that have it."""
-    shapes = {str(p.place): tuple(p.tensor(key).shape) for p, _ in own}
+def _mean(parents: list[Adapter], how: Method, keys: list[str]) -> Tensor:
+    """Return the mean of what is no product, by its key in each adapter, "" where one lacks it."""
+    own = [(p, key, w) for p, key, w in zip(parents, keys, how.weights, strict=True) if key and w]
+    shapes = {str(p.place): tuple(p.tensor(key).shape) for p, key, _ in own}
     if len(set(shapes.values())) != 1:
-        raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
-    total = sum(w for _, w in own)
-    mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, w in own))
-    dtype = common_dtype([p.tensor(key) for p, _ in own])
+        raise ValueError(f"{own[0][1]} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
+    total = sum(w for _, _, w in own)
+    mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, key, w in own))
+    dtype = common_dtype([p.tensor(key) for p, key, _ in own])
     return (mean if dtype.is_floating_point else mean.round()).to(dtype)
-
-
-def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the smallest dtype that holds the numbers of all; float8 would lose percents, so it counts as float32."""
-    dtypes = (torch.float32 if t.is_floating_point() and t.element_size() == 1 else t.dtype for t in tensors)
-    return reduce(torch.promote_types, dtypes)
 
 
 def _layers(parents: Iterable[Adapter]) -> list[str]:
@@ -365,19 +366,19 @@ def _check_alike(parents: list[Adapter], how: Method) -> None:
         bases = [of.config.get("base_model_name_or_path") for of in (first, p)]
         if bases[0] != bases[1]:
             warnings.warn(f"{first.place} is of the model {bases[0]!r}, {p.place} of {bases[1]!r}", stacklevel=3)
-    magnitudes = [set(filter(MAGNITUDE.fullmatch, p.others)) for p in parents]
+    magnitudes = [{layer for layer, parts in p.layers.items() if "magnitude" in parts} for p in parents]
     is_mean = how.name not in ("ties", "dare") and min(how.weights) >= 0 and abs(sum(how.weights) - 1) < 1e-6
     if any(magnitudes) and not (is_mean and all(m == magnitudes[0] for m in magnitudes)):
         raise ValueError(
             "DoRA divides by the norm of the adapted weight, so that only a mean is defined: all adapters have DoRA in "
             "the same layers, and weights are not negative and have the sum 1"
         )
-    for key in sorted({key for p in parents for key in p.others if not key.endswith(".lora_B.bias")}):
+    for key in sorted({key for p in parents for key in p.others}):
         of = [w for p, w in zip(parents, how.weights, strict=True) if key in p.others]
         if min(of) < 0 or max(of) == 0:
             raise ValueError(
                 f"{key} is saved as a whole, as a task's head or trained tokens are, which has a mean over adapters of "
-                f"weights above 0 but no meaning with {of}: give such weights, or save the adapters without it"
+                f"weights above 0 but no meaning with {of}: give such weights, or leave it out of the adapters"
             )
 
 
@@ -388,7 +389,7 @@ def _metadata(parents: list[Adapter], ranks: dict[str, int]) -> dict[str, str]:
     metadata |= {k: rank for k in ("ss_network_dim", "ss_network_alpha") if k in metadata}
     if HEADER in metadata:
         config = dict[str, Any]()
-        for prefix in sorted({prefix_of(layer, parents[0].config) for layer in ranks}):
+        for prefix in sorted({prefix for p in parents for prefix in p.configs}):
             own = {layer: r for layer, r in ranks.items() if layer.startswith(prefix)}
             configs = [p.options(next(iter(at)))[1] for p in parents if (at := own.keys() & p.layers.keys())]
             merged = merged_config(configs, {layer.removeprefix(prefix): r for layer, r in own.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -43,7 +44,14 @@ def balanced(G: Tensor, H: Tensor, rank: int, energy: float = 1.0, whole: bool =
 
     ``energy`` is the share of the sum of squared singular values that is enough.
     """
-    return truncated(product_svd(G, H, full=True), rank, energy, whole)
+    G, H, _ = truncated(product_svd(G, H, full=True), rank, energy, whole)
+    return G, H
+
+
+def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the smallest dtype that holds the numbers of all; float8 would lose percents, so it counts as float32."""
+    dtypes = (torch.float32 if t.is_floating_point() and t.element_size() == 1 else t.dtype for t in tensors)
+    return reduce(torch.promote_types, dtypes)
 
 
 def check_kept(rank: int | None, energy: float | None) -> None:
@@ -52,16 +60,20 @@ def check_kept(rank: int | None, energy: float | None) -> None:
         raise ValueError("say to which rank, or which share of energy to keep (--rank, --energy)")
 
 
-def truncated(svd: tuple[Tensor, Tensor, Tensor], rank: int, energy: float = 1.0, whole: bool = False) -> Factors:
-    """Return the same of a product that is given as U, σ and V."""
+def truncated(
+    svd: tuple[Tensor, Tensor, Tensor], rank: int, energy: float = 1.0, whole: bool = False
+) -> tuple[Tensor, Tensor, float]:
+    """Return the same of a product that is given as U, σ and V, and what it lacks, relative to the product."""
     U, sigma, V = svd
     before = sigma.square().cumsum(-1) - sigma.square()
     kept = present(sigma) & ((before < energy * sigma.square().sum(-1, keepdim=True)) | (energy == 1))
     count = rank if whole else min(rank, max(1, int(kept.sum(-1).max())))
-    root = pad(torch.where(kept, sigma, 0).sqrt(), (0, count))[..., :count].unsqueeze(-2)
+    kept = torch.where(kept & (torch.arange(kept.shape[-1], device=kept.device) < count), sigma, 0)
+    lost = float((sigma - kept).norm() / sigma.norm()) if bool(sigma.any()) else 0.0
+    root = pad(kept.sqrt(), (0, count))[..., :count].unsqueeze(-2)
     # Where the product is 0, G is 0 and H is not, as in a new adapter: two zeros would remain zero in training.
     V = _directions(V, count)
-    return pad(U, (0, count))[..., :count] * root, V * torch.where(root > 0, root, V.shape[-2] ** -0.5)
+    return pad(U, (0, count))[..., :count] * root, V * torch.where(root > 0, root, V.shape[-2] ** -0.5), lost
 
 
 def _directions(V: Tensor, count: int) -> Tensor:
@@ -86,6 +98,7 @@ class Method:
     density: float = 0.5
     rank: int | None = None
     energy: float | None = 1.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         known = self.name in ("sum", "ties", "dare", *MANIFOLDS) and self.space in ("core", "knots")
@@ -98,18 +111,21 @@ class Method:
         if self.rank is not None:
             as_count("rank", self.rank)
 
-    def factors(self, parts: Sequence[Factors], whole: bool) -> Factors:
-        """Return balanced factors of the merged product; with ``whole`` their rank does not depend on it."""
+    def factors(self, parts: Sequence[Factors], whole: bool) -> tuple[Tensor, Tensor, float]:
+        """Return balanced factors of the merged product, and what they lack, relative to the product.
+
+        With ``whole`` their rank does not depend on the product.
+        """
         total = sum(G.shape[-1] for G, _ in parts)
         if self.name in MANIFOLDS:
             G, H = _quotient_mean(self.name, parts, self.weights)
         else:
             G, H = signed_sum(parts, self.weights) if self.name == "sum" else self._of_entries(parts)
         del parts  # as large as what follows
-        rank = self.rank or total
+        rank, svd = self.rank or total, product_svd(G, H, full=True)
         if self.energy is None:
-            return balanced(G, H, rank, whole=True)
-        return balanced(G, H, min(rank, total), self.energy, whole)
+            return truncated(svd, rank, whole=True)
+        return truncated(svd, min(rank, total), self.energy, whole)
 
     def array(self, arrays: Sequence[Tensor]) -> Tensor:
         """Return the sum of arrays times their weights, or what TIES and DARE make of them."""

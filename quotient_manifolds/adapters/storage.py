@@ -8,8 +8,8 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,30 +107,40 @@ def _lock(place: Path) -> Iterator[bool]:
         yield free
 
 
-def write_tensors(
-    path: Path, tensors: Iterable[tuple[str, Tensor]], metadata: Callable[[], dict[str, str]] = dict
-) -> None:
-    """Write a safetensors file, of which no more than one tensor is in memory.
+class TensorFile(AbstractContextManager["TensorFile"]):
+    """A safetensors file that is written tensor by tensor, so that no more of it is in memory.
 
-    The header stands first but is known last, so tensors go to a temporary file, and metadata are asked for after them.
-    Tensors with the largest numbers come first, so that each is aligned.
+    The header stands first but is known last, so tensors go to a temporary file until :meth:`finish`.
     """
-    parts, header = list[tuple[int, str, dict[str, Any], int]](), dict[str, Any]()
-    with tempfile.TemporaryFile(dir=path.parent) as spool, path.open("wb") as file:
-        for key, t in tensors:
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._spool = path, tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
+        self._parts = list[tuple[int, str, dict[str, Any], int]]()
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the temporary file."""
+        self._spool.close()
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors by their keys."""
+        for key, t in tensors.items():
             if not bool(t.isfinite().all()):
                 raise ValueError(f"{key} would have NaN or infinite entries in {t.dtype}")
             raw = memoryview(save({key: t.contiguous()}))
             start = 8 + int.from_bytes(raw[:8], "little")
-            parts.append((-t.element_size(), key, json.loads(bytes(raw[8:start]))[key], spool.tell()))
-            spool.write(raw[start:])
-        end = 0
-        for _, key, entry, _ in sorted(parts, key=lambda part: part[:2]):
+            self._parts.append((-t.element_size(), key, json.loads(bytes(raw[8:start]))[key], self._spool.tell()))
+            self._spool.write(raw[start:])
+
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Write the file. Tensors with the largest numbers come first, so that each is aligned."""
+        parts, entries, end = sorted(self._parts, key=lambda part: part[:2]), dict[str, Any](), 0
+        for _, key, entry, _ in parts:
             begin, end = end, end + entry["data_offsets"][1]
-            header[key] = {**entry, "data_offsets": [begin, end]}
-        text = json.dumps({"__metadata__": {"format": "pt", **metadata()}, **header}).encode()
+            entries[key] = {**entry, "data_offsets": [begin, end]}
+        text = json.dumps({"__metadata__": {"format": "pt", **metadata}, **entries}).encode()
         text += b" " * (-len(text) % 8)
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, _, entry, start in sorted(parts, key=lambda part: part[:2]):
-            spool.seek(start)
-            file.write(spool.read(entry["data_offsets"][1]))
+        with self._path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, _, entry, start in parts:
+                self._spool.seek(start)
+                file.write(self._spool.read(entry["data_offsets"][1]))

@@ -20,7 +20,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix, adapters, lora_command
-from quotient_manifolds.adapters import balance, compare, configs, folders, merge, merging, products, resize, storage
+from quotient_manifolds.adapters import (
+    Adapter,
+    balance,
+    compare,
+    configs,
+    convert,
+    folders,
+    merge,
+    merging,
+    products,
+    resize,
+    storage,
+)
 from quotient_manifolds.lora_command import main
 
 #: Of peft, about the bias of B, and about patterns for parameters, which it follows nevertheless.
@@ -150,9 +162,10 @@ def test_sums_of_any_shape(n, m, ranks, rank, energy, seed):
     shares = s.square().cumsum(-1)[0] / s.square().sum()
     count = 1 + int((shares < energy - 1e-9).sum()) if energy < 1 else s.shape[-1]
     count = min(count, rank)
-    G, H = how.factors(parts, whole=False)
+    G, H, lost = how.factors(parts, whole=False)
     assert torch.allclose(G @ H.mT, (U[..., :count] * s[..., None, :count]) @ Vh[..., :count, :], atol=1e-9)
     assert torch.allclose(G.mT @ G, H.mT @ H, atol=1e-9) or bool((s < 1e-6).any())
+    assert lost == pytest.approx(float(s[..., count:].norm() / s.norm()), abs=1e-6)
 
 
 def exact(folder, r=3, seed=0, near_to=None):
@@ -282,7 +295,7 @@ def test_spaces_are_those_of_dense_products(name):
     V = torch.linalg.svd(torch.cat([v.mT * s.sqrt() for _, s, v in roots], 1), full_matrices=False)[0]
     core = U @ ties([U.mT @ x @ V for x in X]) @ V.mT
     for space, expected in (("knots", knots), ("core", core)):
-        G, H = products.Method(name, weights, space, density).factors(parts, whole=False)
+        G, H, _ = products.Method(name, weights, space, density).factors(parts, whole=False)
         assert torch.allclose((G @ H.mT)[0], expected, atol=1e-10), space
     assert not torch.allclose(knots, core) or name == "dare"
 
@@ -290,7 +303,7 @@ def test_spaces_are_those_of_dense_products(name):
 def test_dare_keeps_the_sum_on_average():
     parts = pairs_of(2)
     how = products.Method("dare", [1.0, -1.0, 1.0])
-    many = torch.stack([G @ H.mT for G, H in (how.factors(parts, whole=False) for _ in range(400))])
+    many = torch.stack([G @ H.mT for G, H, _ in (how.factors(parts, whole=False) for _ in range(400))])
     expected = sum(w * G @ H.mT for w, (G, H) in zip((1, -1, 1), parts, strict=True))
     assert ((many.mean(0) - expected).abs() < 5 * many.std(0) / 400**0.5).all()
     assert float(many.std(0).mean()) > 0.1
@@ -354,6 +367,53 @@ def test_saved_modules_and_magnitudes_are_averaged(tmp_path):
         assert near(dense(tmp_path / f"{kind}twice"), dense(one), 1e-6)
 
 
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_biases_of_the_model_are_saved_averaged_or_missed(bias, tmp_path):
+    def trained(seed):
+        """As PEFT 0.21 saves it; versions before save no biases of ``"lora_only"``."""
+        one = saved(tmp_path / f"{seed}", seed, bias="all")
+        return with_biases(one, tmp_path / f"{seed} trained", bias, seed)
+
+    one, two = trained(1), trained(2)
+    own = {key for key in tensors(one) if key.endswith(".bias")}
+    merge([one, two], tmp_path / "mean", weights=[0.25, 0.75])
+    weights = dict(loaded(tmp_path / "mean").named_parameters())
+    assert len(own) == {"lora_only": 2, "all": 4}[bias]
+    for key in own:
+        assert torch.allclose(weights[key], (0.25 * tensors(one)[key] + 0.75 * tensors(two)[key]).double(), atol=1e-6)
+    for act in (lambda out: merge([one, two], out, weights=[1, -1]), lambda out: convert(one, out, to="diffusers")):
+        with pytest.raises(ValueError, match=r"bias is saved as a whole|holds .*bias, which diffusers has no name for"):
+            act(tmp_path / "no")
+    lost = with_biases(one, tmp_path / "lost", "none", 0, said="lora_only")
+    with pytest.warns(UserWarning, match="lost has no biases, though .* PEFT before 0.21 did not save them"):
+        compare(one, lost)
+
+
+def with_biases(folder, out, kind, more, said=None):
+    """An adapter with biases of the model, larger by a number, of all layers, its own, or none."""
+    shutil.copytree(folder, out)
+    end = {"all": ".bias", "lora_only": ".base_layer.bias", "none": "nothing"}[kind]
+    found = {k: t + more * k.endswith("bias") for k, t in tensors(folder).items() if "bias" not in k or k.endswith(end)}
+    save_file(found, out / "adapter_model.safetensors")
+    config = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
+    (out / "adapter_config.json").write_text(json.dumps({**config, "bias": said or kind}), encoding="utf-8")
+    return out
+
+
+def test_states_that_were_saved_as_they_are(tmp_path):
+    """With the name of the adapter in the keys, as ``model.state_dict()`` has them; biases of B have the scale, too."""
+    one = saved(tmp_path / "one", lora_bias=True, lora_alpha=7)
+    named = {re.sub(r"(lora_[AB])\.", r"\1.default.", k): t for k, t in tensors(one).items()}
+    config = json.loads((tmp_path / "one/adapter_config.json").read_text(encoding="utf-8"))
+    found = compare(balance(one), balance(Adapter.from_state(named, config)))
+    assert max(at["distance"] for at in found["layers"].values()) < 1e-12
+    norms = [sorted(float(t.norm()) for k, t in a.state.items() if "bias" in k) for a in (
+        balance(one), balance(Adapter.from_state(named, config)))]  # fmt: skip
+    assert norms[0] == pytest.approx(norms[1])
+    with pytest.raises(ValueError, match="which are the same part of a layer: leave out one"):
+        Adapter.from_state({**named, **tensors(one)}, config)
+
+
 def test_what_is_no_product_and_has_no_mean_is_named(tmp_path):
     head, plain, dora = (
         saved(tmp_path / "h", modules_to_save=["head"]),
@@ -376,7 +436,7 @@ def test_what_is_no_product_and_has_no_mean_is_named(tmp_path):
         (
             [head, plain],
             [-1, 1],
-            r"head\.0\.bias is saved as a whole, .* no meaning with \[-1\]: give such weights, or save",
+            r"head\.0\.bias is saved as a whole, .* no meaning with \[-1\]: give such weights, or leave it",
         ),
         ([head, other], [1, -0.5], r"head\.0\.bias is saved as a whole, .* no meaning with \[1, -0\.5\]"),
         ([plain, head], [1, 0], r"head\.0\.bias is saved as a whole, .* no meaning with \[0\]"),
@@ -557,7 +617,10 @@ def test_half_precision_is_rounded_once(tmp_path):
 def test_files_are_aligned(tmp_path):
     given = {"a": torch.ones(3).bfloat16(), "b": torch.randn(2, 3), "c": torch.tensor(5), "d": torch.tensor([True]),
              "e": torch.randn(2).double(), "f": torch.zeros(0, 4)}  # fmt: skip
-    storage.write_tensors(tmp_path / "x.safetensors", iter(given.items()))
+    with storage.TensorFile(tmp_path / "x.safetensors") as file:
+        for key, t in given.items():
+            file.update({key: t})
+        file.finish({})
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == given.keys()
     assert all(torch.equal(found[k], t) and found[k].dtype == t.dtype for k, t in given.items())
@@ -757,7 +820,7 @@ HALF = {"lora_unet_one.r": 2, "lora_unet_one.lora_alpha": 2, "lora_unet_two.r": 
 UNCLEAR = {
     "one.alpha must be one number other than 0": {"names": "kohya", "alphas": {"one": 0.0, "two": 1.0}},
     "an alpha for 1 of 2 layers, but others lack it": {"names": "kohya", "alphas": {"one": 1.0}},
-    "lora_adapter_metadata say one, too": {**ALPHAS, "metadata": {**HALF, "lora_unet_two.lora_alpha": 3}},
+    "the metadata lora_adapter_metadata has one, too": {**ALPHAS, "metadata": {**HALF, "lora_unet_two.lora_alpha": 3}},
     "lora_adapter_metadata lacks lora_alpha": {**ALPHAS, "metadata": HALF},
     "lora_adapter_metadata lacks r, lora_alpha": {"names": "diffusers", "metadata": {"transformer.r": 2}},
     "the names of PEFT, whose scale is in adapter_config.json: name the folder": {"names": "peft"},
@@ -989,13 +1052,19 @@ def test_the_command(tmp_path, capsys):
     assert near(dense(out), weighted([one, two], [1, -0.5]), 1e-5)
     assert main(["resize", out, "--rank", "2", "--out", f"{out}2"]) == 0
     assert main(["balance", one, "--out", f"{out}3"]) == 0
-    assert capsys.readouterr().out == ""
+    most = max(at["distance"] for at in compare(out, f"{out}2")["layers"].values())
+    assert capsys.readouterr().out == (
+        f"{out}: 2 layers of rank 5\n"
+        f"{out}2: 2 layers of rank 2, which cut off at most {100 * most:.3g} % of a product\n"
+        f"{out}3: 2 layers of rank 3\n"
+    )
     assert main(["compare", one, out, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == compare(one, out)
     assert main(["compare", one, out]) == 0
     table = capsys.readouterr().out
     assert [line.split()[:4] for line in table.splitlines()[1:3]] == [[name, "3", "/", "5"] for name in ("one", "two")]
-    assert "differs: r, 3 and 5" in table
+    assert ["differs", one, out] in [line.split() for line in table.splitlines()]
+    assert ["r", "3", "5"] in [line.split() for line in table.splitlines()]
     assert main(["merge", one, "--out", out]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     other = changed(one, tmp_path / "other", base_model_name_or_path="another")
@@ -1015,7 +1084,7 @@ assert not {{"peft", "transformers"}} & set(sys.modules)
 """
     env = {k: v for k, v in os.environ.items() if k != "PYTHONWARNDEFAULTENCODING"}  # libraries name no encoding
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, encoding="utf-8", env=env)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'out'}: 2 layers of rank 3 to 5\n"), done.stderr
     assert done.stderr == f"quotient-lora: {one} is of the model None, {two} of 'another'\n"
     peft.PeftModel.from_pretrained(Net(), str(tmp_path / "out"))  # where a warning is an error
 

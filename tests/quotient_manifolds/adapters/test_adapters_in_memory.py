@@ -78,12 +78,12 @@ def test_one_adapter_gives_itself_back(options, tmp_path):
         again.add_to(model, "again")
         found, expected = deltas(model, "again"), deltas(model, "of_0")
         assert near(found, expected, 1e-6)
-        assert set(again.others) == set(own.others)
-        for key in again.others:
+        assert set(again.beside) == set(own.beside)
+        for key in again.beside:
             assert torch.allclose(again.tensor(key) * (own.rank_and_scale(key.rpartition(".lora_")[0])[1] ** -1
                                   if "lora_B.bias" in key else 1), own.tensor(key), atol=1e-6)  # fmt: skip
         model.delete_adapter("again")
-    assert len(own.others) == {"modules_to_save": 2, "use_dora": 2, "lora_bias": 2}.get(next(iter(options), ""), 0)
+    assert len(own.beside) == {"modules_to_save": 2, "use_dora": 2, "lora_bias": 2}.get(next(iter(options), ""), 0)
 
 
 def test_every_client_gets_the_nearest_product_of_its_rank(tmp_path):

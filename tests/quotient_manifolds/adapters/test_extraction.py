@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quotient_manifolds.adapters import compare, extract
+from quotient_manifolds.adapters import compare, extract, extraction, products
 from quotient_manifolds.lora_command import main
 from tests.support import local_hub, networks
 from tests.support.networks import shake
@@ -125,7 +125,9 @@ def test_what_is_left_out_is_confessed_or_saved_whole(tmp_path, capsys):
     tuned.save_pretrained(tmp_path / "tuned")
     command = ["extract", f"{tmp_path}/base", f"{tmp_path}/tuned", "--rank", "1", "--out"]
     assert main([*command, f"{tmp_path}/out"]) == 0
-    assert "left out: differences in 3 weights, up to" in capsys.readouterr().out.splitlines()[-1]
+    left, written = capsys.readouterr().out.splitlines()[-2:]
+    assert "left out: differences in 3 weights, up to" in left
+    assert written == f"{tmp_path}/out: 1 layer of rank 1"
     assert main([*command, f"{tmp_path}/json", "--json"]) == 0
     left = json.loads(capsys.readouterr().out)["left"]
     assert left.keys() == {"classifier.weight", "classifier.bias", "bert.embeddings.LayerNorm.bias"}
@@ -135,6 +137,51 @@ def test_what_is_left_out_is_confessed_or_saved_whole(tmp_path, capsys):
     assert main([*command, f"{tmp_path}/whole", *whole]) == 0
     assert "left out" not in capsys.readouterr().out
     assert torch.allclose(adapted(bert(), tmp_path / "whole"), outputs(tuned), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_biases_of_adapted_layers_go_along(make, tmp_path):
+    base, tuned = make().double(), make().double()
+    base.save_pretrained(tmp_path / "base")
+    [(path, layer), (other, _), *_] = layers(tuned).items()
+    with torch.no_grad():
+        layer.weight.add_(0.1)
+        layer.bias.add_(torch.linspace(-1, 1, len(layer.bias)))
+        tuned.get_submodule(other).weight.mul_(1.1)
+    tuned.save_pretrained(tmp_path / "tuned")
+    found = extract(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", energy=1)
+    assert found["left"] == {}
+    change = outputs(tuned) - outputs(make().double())
+    assert float((adapted(make(), tmp_path / "out") - outputs(tuned)).norm()) < 1e-6 * float(change.norm())
+    file = tmp_path / "out/adapter_model.safetensors"
+    t = load_file(file)
+    save_file({k: 0 * v if k.endswith("bias") else v for k, v in t.items()}, file, {"format": "pt"})
+    assert float((adapted(make(), tmp_path / "out") - outputs(tuned)).norm()) > 0.1 * float(change.norm())
+    with torch.no_grad():
+        tuned.load_state_dict(make().state_dict())
+        layer.bias.add_(1)
+        tuned.get_submodule(other).weight.mul_(1.1)
+    tuned.save_pretrained(tmp_path / "tuned")
+    found = extract(tmp_path / "base", tmp_path / "tuned", tmp_path / "none", energy=1)
+    assert found["left"].keys() == {f"{path}.bias"}, "of a layer that has no product"
+    assert not [key for key in load_file(tmp_path / "none/adapter_model.safetensors") if key.endswith("bias")]
+
+
+@pytest.mark.parametrize("shape", [(9, 5), (5, 9)])
+@pytest.mark.parametrize("size", [1e-200, 1, 1e200])
+def test_gram_matrices_give_what_an_svd_gives(shape, size):
+    """Products and values right to √ε of the largest singular value, which is less than float32 rounds."""
+    torch.manual_seed(0)
+    U, _, Vh = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    sigma = torch.tensor([1, 1e-2, 1e-4, 1e-6, 0], dtype=torch.float64)
+    D = U * sigma @ Vh
+    left, values, right = extraction._svd(D * size)
+    assert torch.allclose(values / size, sigma, rtol=0, atol=2e-8)
+    assert products.present(values).tolist() == [True] * 4 + [False]
+    for r in range(1, 5):
+        product = left[:, :r] * (values[:r] / size) @ right[:, :r].mT
+        assert torch.allclose(product, U[:, :r] * sigma[:r] @ Vh[:r], rtol=0, atol=2e-8)
+        assert r == 4 or not torch.allclose(product, D, rtol=0, atol=float(sigma[r]) / 10), "a part is cut off"
 
 
 def test_layers_are_chosen_by_the_ends_of_their_paths(tmp_path):
