@@ -308,3 +308,8 @@ class PairPatch:
         if self.measure.geodesic != "exact":
             return 0
         return int(self.tangent.exit_time(self._vector(c)).isfinite().sum())
+
+
+def in_memory_of(part: Tensor | None, like: Tensor) -> Tensor:
+    """Return a tensor like another, with any content, in the memory of a part of a vector if that fits."""
+    return torch.empty_like(like) if part is None or part.dtype != like.dtype else part.view(like.shape)

@@ -22,7 +22,7 @@ from .building import build_patches, divides, known, stacks_of, trainable
 from .direction import Direction, NetworkParts
 from .distributed import World
 from .measures import Measure
-from .patches import PairPatch, Patch
+from .patches import PairPatch, Patch, in_memory_of
 from .points import check_points
 
 if TYPE_CHECKING:
@@ -380,7 +380,7 @@ class WeightSpace:
         Where it can, it lies in the memory of ``room``, (dim,).
         """
         parts = {patch.names[0]: part for patch, part in self.each(room) if not patch.pairs}  # of whole weights
-        out = {n: _within(parts[n], t) if n in parts else torch.zeros_like(t) for n, t in self.copies.items()}
+        out = {n: in_memory_of(parts[n], t) if n in parts else torch.zeros_like(t) for n, t in self.copies.items()}
         with torch.autocast(self.device.type, enabled=False):
             for patch, c in self.each(v):  # single entries that do not move have no velocity
                 patch.vector_(out, patch.project(c) if patch.pairs else c, at_model=False)
@@ -398,8 +398,3 @@ class WeightSpace:
                 for name in last:
                     gradient.pop(name, None)
         return out
-
-
-def _within(part: Tensor | None, like: Tensor) -> Tensor:
-    """Return a tensor like another, with any content, in the memory of a part of a vector if that fits."""
-    return torch.empty_like(like) if part is None or part.dtype != like.dtype else part.view(like.shape)

@@ -144,9 +144,9 @@ def test_a_value_bias_is_moved_against_the_bias_of_its_own_layer():
     model, (batch,) = build("bert"), inputs("bert")
     first, second = (layer.attention for layer in model.bert.encoder.layer)
     first.self.value.bias = None
-    own = [a for a in find(model, kinds=ALL).actions if a.kind == "value bias"]
+    own = [a for a in find(model, scope=ALL).actions if a.kind == "value bias"]
     second.output.dense.weight = first.output.dense.weight
-    before, found = forward(model, batch), find(model, kinds=ALL)
+    before, found = forward(model, batch), find(model, scope=ALL)
     heads = {f"bert.encoder.layer.0.attention vo head {head}" for head in (0, 1)}
     assert {r.name for r in found.refused if r.kind == "value bias"} == heads
 
