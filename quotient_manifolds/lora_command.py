@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if as_json:
             print(json.dumps(found, indent=1), flush=True)
         elif isinstance(found, dict):
-            print(_table(found, asked), flush=True)
+            print(_table(found), flush=True)
         if not as_json and name != "compare":
             print(_written(options["out"], found), flush=True)
     except KeyboardInterrupt:
@@ -154,8 +154,8 @@ def _parser() -> argparse.ArgumentParser:
 def _written(out: str, found: Any) -> str:
     """Say what was written: how many layers, of which ranks, and what these cut off."""
     if isinstance(found, dict):
-        ranks, lost = ([at[of] for at in found["layers"].values()] for of in ("rank", "distance"))
-        ranks = [rank for _, rank in ranks]
+        layers = found["layers"].values()
+        ranks, lost = [at["rank"][1] for at in layers], [at["distance"] for at in layers]
     else:
         ranks, lost = [found.rank_and_scale(layer)[0] for layer in found.layers], [*found.lost.values()]
     of = " to ".join(map(str, sorted({min(ranks), max(ranks)})))
@@ -163,14 +163,15 @@ def _written(out: str, found: Any) -> str:
     return f"{out}: {len(ranks)} layer{'s' * (len(ranks) > 1)} of rank {of}{cut}"
 
 
-def _table(found: dict[str, Any], names: Sequence[str]) -> str:
+def _table(found: dict[str, Any]) -> str:
     rows = [("layer", "ranks", "norms", "difference")]
     for name, at in found["layers"].items():
         (a, b), (x, y) = at["rank"], at["norm"]
         rows.append((name, f"{a:>3} / {b:<3}", f"{x:>7.4g} / {y:<6.4g}", f"{100 * at['distance']:.3g} %"))
     lines = _aligned(rows)
     if differs := found.get("differs"):
-        lines += ["", *_aligned([("differs", *names), *((key, *map(_short, pair)) for key, pair in differs.items())])]
+        options = [(key, *map(_short, pair)) for key, pair in differs.items()]
+        lines += ["", *_aligned([("differs", "ONE", "OTHER"), *options])]
     if left := found.get("left"):
         most = max(left, key=left.__getitem__)
         where = f"{len(left)} weight{'s' * (len(left) > 1)}"

@@ -178,6 +178,7 @@ def _check(source: Adapter, layers: list[_Named], to: str) -> None:
         raise ValueError(f"{source.place} has magnitudes of DoRA in some layers, where {to} has them in all or in none")
     odd = [*source.others]
     for layer in layers:
+        source.factors(layer.key)  # or raise
         parts, config = source.layers[layer.key], source.options(layer.key)[1]
         odd += [key for part, key in parts.items() if part not in (*_ENDS[to], "alpha")]
         special = "embedding_A" in parts["A"] or parameters(layer.key, config) or ".processor." in layer.key

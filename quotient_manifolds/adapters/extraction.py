@@ -98,14 +98,16 @@ def extract(
     layers, first = dict[str, Any](), _inputs_first(models[0], paths)
     with new_folder(out) as folder, TensorFile(folder / WEIGHTS) as file:
         for path in paths:
-            if bool((D := _difference(*models, f"{path}.weight")).any()):
+            D, dtype = _difference(*models, f"{path}.weight")
+            if bool(D.any()):
                 B, A, layers[path] = _adapted(D.mT if path in first else D, how)
-                file.update(_named(path, {"lora_A.weight": A, "lora_B.weight": B}, models[1]))
+                start = f"base_model.model.{path}.lora"
+                file.update({f"{start}_A.weight": A.to(dtype), f"{start}_B.weight": B.to(dtype)})
         if not layers:
             raise ValueError(f"{models[0].place} and {models[1].place} differ in no layer that may be adapted")
-        biases = _biases(*models, {path: models[0].matrices()[path][path in first] for path in layers})
-        for path, bias in biases.items():
-            file.update(_named(path, {"lora_B.bias": bias}, models[1]))
+        shapes = models[0].matrices()
+        biases = _biases(*models, {path: shapes[path][path in first] for path in layers})
+        file.update({f"base_model.model.{path}.lora_B.bias": bias for path, bias in biases.items()})
         for name in saved:
             file.update({f"base_model.model.{name}": models[1].tensor(name)})
         file.finish({})
@@ -170,18 +172,13 @@ def _inputs_first(base: WeightFiles, paths: list[str]) -> set[str]:
     return {path for path, side in sides.items() if True in side}
 
 
-def _difference(base: WeightFiles, tuned: WeightFiles, name: str) -> Tensor:
-    """Return how a weight differs, in float64."""
-    D = in_double(tuned.tensor(name)) - in_double(base.tensor(name))
+def _difference(base: WeightFiles, tuned: WeightFiles, name: str) -> tuple[Tensor, torch.dtype]:
+    """Return how a weight differs, in float64, and its dtype in an adapter: half precision would lose more."""
+    W = tuned.tensor(name)
+    D = in_double(W) - in_double(base.tensor(name))
     if not bool(D.isfinite().all()):
         raise ValueError(f"{name} has NaN or infinite entries in one of the models")
-    return D
-
-
-def _named(path: str, parts: dict[str, Tensor], tuned: WeightFiles) -> dict[str, Tensor]:
-    """Return parts of a layer by their keys in PEFT; rounding them to half precision would lose more."""
-    dtype = torch.promote_types(tuned.tensor(f"{path}.weight").dtype, torch.float32)
-    return {f"base_model.model.{path}.{end}": part.to(dtype) for end, part in parts.items()}
+    return D, torch.promote_types(W.dtype, torch.float32)
 
 
 def _adapted(D: Tensor, how: Method) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -191,12 +188,11 @@ def _adapted(D: Tensor, how: Method) -> tuple[Tensor, Tensor, dict[str, Any]]:
     kept = int((G.norm(dim=0) > 0).sum())
     values = [sigma.tolist(), [*sigma[:kept].tolist(), *[0.0] * (G.shape[-1] - kept)]]
     norms = [float(sigma.norm()), float(sigma[:kept].norm())]
-    ranks = [int(present(sigma).sum()), kept]
-    return G, H.mT, {"rank": ranks, "norm": norms, "distance": lost, "singular_values": values}
+    return G, H.mT, {"rank": [len(sigma), kept], "norm": norms, "distance": lost, "singular_values": values}
 
 
 def _svd(D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U, σ and V of a matrix in float64, by the eigenvectors V of its smaller Gram matrix.
+    """Return U, σ and V of a matrix in float64, where σ is present, by the eigenvectors V of its smaller Gram matrix.
 
     σ are the sizes of the columns of D V. They and products are right to √ε σ₁, a tenth of what counts as present, and
     mostly to rounding: 2e-15 σ₁ and 5e-13 σ₁ beside torch's SVD at 4096 × 4096, in 22 s for 38 s of one thread.
@@ -209,16 +205,17 @@ def _svd(D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     V = torch.linalg.eigh(D.mT @ D).eigenvectors
     U = D @ V
     sigma, order = U.norm(dim=0).sort(descending=True)
-    return U[:, order] / sigma.clamp_min(torch.finfo(D.dtype).tiny), sigma * size, V[:, order]
+    kept = present(sigma)  # what is rounding alone has no directions
+    return U[:, order[kept]] / sigma[kept], sigma[kept] * size, V[:, order[kept]]
 
 
 def _biases(base: WeightFiles, tuned: WeightFiles, outputs: dict[str, int]) -> dict[str, Tensor]:
     """Return what is added to the biases of layers, of which PEFT has one in all or in none."""
-    both = {path for path in outputs if base.shapes.get(f"{path}.bias", 0) == tuned.shapes.get(f"{path}.bias")}
-    found = {
-        path: _difference(base, tuned, f"{path}.bias") if path in both else torch.zeros(n, dtype=torch.float64)
-        for path, n in outputs.items()
-    }
+    found = {path: torch.zeros(n) for path, n in outputs.items()}
+    for path in outputs:
+        if base.shapes.get(name := f"{path}.bias", 0) == tuned.shapes.get(name):
+            bias, dtype = _difference(base, tuned, name)
+            found[path] = bias.to(dtype)
     return found if any(bool(b.any()) for b in found.values()) else {}
 
 

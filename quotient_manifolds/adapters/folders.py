@@ -82,10 +82,10 @@ class Adapter:
 
     place: Path
     weights: Path
-    config: dict[str, Any]
-    layers: dict[str, dict[str, str]]
-    others: tuple[str, ...]
-    metadata: dict[str, str]
+    config: dict[str, Any] = field(repr=False)
+    layers: dict[str, dict[str, str]] = field(repr=False)
+    others: tuple[str, ...] = field(repr=False)
+    metadata: dict[str, str] = field(repr=False)
     state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     origin: str = ""
     lost: Mapping[str, float] = field(default_factory=dict, repr=False)
@@ -139,16 +139,20 @@ class Adapter:
         Raises
         ------
         ValueError
-            The model has an adapter of that name, or other layers than this one; it does not get the adapter.
+            The model has an adapter of that name, or other layers than this one, or this one has not the names of peft;
+            the model does not get it.
         """
         import peft
 
         known: Any = model
         if name in getattr(model, "peft_config", {}):
             raise ValueError(f"{type(model).__name__} has an adapter {name!r} already; give another name")
-        config = peft.PeftConfig.from_peft_type(**self.config)
-        known.add_adapter(name, config)
-        found = peft.set_peft_model_state_dict(model, dict(self.state), adapter_name=name)
+        if self.single:
+            raise ValueError(f"{self.place} has not the names of PEFT: convert it to peft first")
+        keys = {*self.others, *(key for parts in self.layers.values() for key in parts.values())}
+        known.add_adapter(name, peft.PeftConfig.from_peft_type(**self.config))
+        state = {key: self.tensor(key) for key in keys}
+        found = peft.set_peft_model_state_dict(model, state, adapter_name=name)
         weights = {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)}
         loaded = {p for key, p in weights.items() if key not in found.missing_keys}  # tied weights by one name
         own = {key for key in found.missing_keys if f".{name}." in f"{key}." and weights.get(key) not in loaded}
@@ -168,10 +172,9 @@ class Adapter:
         return f"{self.weights.stem}.safetensors" if pickled else self.weights.name
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """Keys of what is no factor and says no scale."""
-        parts = (parts[part] for parts in self.layers.values() for part in ("magnitude", "bias") if part in parts)
-        return (*self.others, *parts)
+    def averaged(self) -> tuple[str, ...]:
+        """Keys of what has a mean, but no sum with any weights: what is saved as a whole, and magnitudes."""
+        return (*self.others, *(parts["magnitude"] for parts in self.layers.values() if "magnitude" in parts))
 
     @property
     def has_alphas(self) -> bool:

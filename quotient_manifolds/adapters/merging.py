@@ -20,7 +20,7 @@ from ..manifold import MANIFOLDS
 from ..passes import drawing_again
 from .configs import merged_config, module_of, parameters
 from .folders import HEADER, Adapter, read, write_card, write_config
-from .products import Factors, Method, check_kept, common_dtype, present, product_svd, signed_sum
+from .products import NEGLIGIBLE, Factors, Method, check_kept, common_dtype, present, product_svd, signed_sum
 from .storage import TensorFile, new_folder
 
 Path = str | os.PathLike[str]
@@ -148,8 +148,9 @@ def _fill(
         for layer in _layers(parents):
             found, ranks[layer], lost[layer] = _merged(parents, how, layer)
             tensors.update(found)
-    for key in sorted({key for p in parents for key in p.others}):
-        tensors.update({key: _mean(parents, how, [key if key in p.others else "" for p in parents])})
+    for key in sorted({key for p in parents for key in p.averaged}):
+        own = [(p, w) for p, w in zip(parents, how.weights, strict=True) if key in p.averaged and w]
+        tensors.update({key: _mean(key, own)})
     return ranks, lost
 
 
@@ -239,7 +240,7 @@ def compare(one: Path | Adapter, other: Path | Adapter) -> dict[str, Any]:
     dict
         ``"layers"``: for each its ``"rank"``, ``"norm"`` and ``"singular_values"``, a pair each (0 and none for a layer
         that one lacks), and ``"distance"``, :math:`\|X - Y\|` divided by the larger norm. ``"differs"``: options
-        with their two values, and tensors outside products with their two norms, where they are not the same.
+        with two values, and tensors outside products (biases of B times the scale) with two norms, where they differ.
 
     Examples
     --------
@@ -257,6 +258,7 @@ def compare(one: Path | Adapter, other: Path | Adapter) -> dict[str, Any]:
             parts, groups = _factors(both, layer), next(p for p in both if layer in p.layers).groups(layer)
             values = [product_svd(*part)[1] for part in parts]
             apart = product_svd(*signed_sum(parts, [1, -1]))[1].norm()
+            biases = [p.bias(layer, groups * parts[0][0].shape[-2]).to(parts[0][0]) for p in both]
         norms = [float(v.norm()) for v in values]
         found["layers"][module_of(layer)] = {
             "rank": [groups * int(present(v).sum(-1).max()) for v in values],
@@ -264,12 +266,15 @@ def compare(one: Path | Adapter, other: Path | Adapter) -> dict[str, Any]:
             "distance": float(apart) / max(norms) if max(norms) > 0 else 0.0,
             "singular_values": [v.flatten().tolist() for v in values],
         }
+        sizes = [float(b.norm()) for b in biases]
+        if float((biases[0] - biases[1]).norm()) > NEGLIGIBLE * sum(sizes):
+            found["differs"][f"{module_of(layer)}.lora_B.bias"] = sizes
     for key in sorted({key for p in both for key in p.config}):
         options = [p.config.get(key) for p in both]
         if options[0] != options[1]:
             found["differs"][key] = options
-    for key in sorted({key for p in both for key in p.beside}):
-        tensors = [p.tensor(key) if key in p.beside else torch.zeros(0) for p in both]
+    for key in sorted({key for p in both for key in p.averaged}):
+        tensors = [p.tensor(key) if key in p.averaged else torch.zeros(0) for p in both]
         if not torch.equal(*tensors):
             found["differs"][key] = [float(t.double().norm()) for t in tensors]
     return found
@@ -292,20 +297,17 @@ def _merged(parents: list[Adapter], how: Method, layer: str) -> tuple[dict[str, 
     if biased or any("bias" in p.layers[layer] for p in holders):
         key = next((p.layers[layer]["bias"] for p in holders if "bias" in p.layers[layer]), f"{layer}.lora_B.bias")
         tensors[key] = how.array([p.bias(layer, groups * G.shape[-2]).to(G) for p in parents]).to(dtype)
-    if magnitude := first.layers[layer].get("magnitude"):
-        tensors[magnitude] = _mean(parents, how, [p.layers[layer]["magnitude"] for p in parents])
     return tensors, G.shape[-1] * groups, lost
 
 
-def _mean(parents: list[Adapter], how: Method, keys: list[str]) -> Tensor:
-    """Return the mean of what is no product, by its key in each adapter, "" where one lacks it."""
-    own = [(p, key, w) for p, key, w in zip(parents, keys, how.weights, strict=True) if key and w]
-    shapes = {str(p.place): tuple(p.tensor(key).shape) for p, key, _ in own}
+def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
+    """Return the mean of what is no product, over the adapters that have it."""
+    shapes = {str(p.place): tuple(p.tensor(key).shape) for p, _ in own}
     if len(set(shapes.values())) != 1:
-        raise ValueError(f"{own[0][1]} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
-    total = sum(w for _, _, w in own)
-    mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, key, w in own))
-    dtype = common_dtype([p.tensor(key) for p, key, _ in own])
+        raise ValueError(f"{key} is no product: adapters of weight above 0 have no mean of the shapes {shapes}")
+    total = sum(w for _, w in own)
+    mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, w in own))
+    dtype = common_dtype([p.tensor(key) for p, _ in own])
     return (mean if dtype.is_floating_point else mean.round()).to(dtype)
 
 
@@ -373,8 +375,8 @@ def _check_alike(parents: list[Adapter], how: Method) -> None:
             "DoRA divides by the norm of the adapted weight, so that only a mean is defined: all adapters have DoRA in "
             "the same layers, and weights are not negative and have the sum 1"
         )
-    for key in sorted({key for p in parents for key in p.others}):
-        of = [w for p, w in zip(parents, how.weights, strict=True) if key in p.others]
+    for key in sorted({key for p in parents for key in p.averaged}):
+        of = [w for p, w in zip(parents, how.weights, strict=True) if key in p.averaged]
         if min(of) < 0 or max(of) == 0:
             raise ValueError(
                 f"{key} is saved as a whole, as a task's head or trained tokens are, which has a mean over adapters of "

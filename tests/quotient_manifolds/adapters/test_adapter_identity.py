@@ -40,7 +40,7 @@ def test_what_is_scaled_or_dropped_is_seen(monkeypatch):
     def by_the_rank(adapter, layer):
         return adapter.config["r"], adapter.config["lora_alpha"] / adapter.config["r"]
 
-    monkeypatch.setattr(merging, "_mean", lambda parents, how, keys: torch.zeros_like(parents[0].tensor(keys[0])))
+    monkeypatch.setattr(merging, "_mean", lambda key, own: torch.zeros_like(own[0][0].tensor(key)))
     monkeypatch.setattr(Adapter, "rank_and_scale", by_the_rank)
     for name in ("rsLoRA", "DoRA", "modules_to_save", "trained tokens, tied head"):
         assert error(name, (1.0,), "folders") > 0.05, name

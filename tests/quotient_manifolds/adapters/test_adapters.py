@@ -1063,7 +1063,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["compare", one, out]) == 0
     table = capsys.readouterr().out
     assert [line.split()[:4] for line in table.splitlines()[1:3]] == [[name, "3", "/", "5"] for name in ("one", "two")]
-    assert ["differs", one, out] in [line.split() for line in table.splitlines()]
+    assert ["differs", "ONE", "OTHER"] in [line.split() for line in table.splitlines()]
     assert ["r", "3", "5"] in [line.split() for line in table.splitlines()]
     assert main(["merge", one, "--out", out]) == 2
     assert capsys.readouterr().err.count("\n") == 1

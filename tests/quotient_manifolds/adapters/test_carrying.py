@@ -83,7 +83,7 @@ def using(adapter, model, modules):
 
 
 def without_biases(adapter):
-    biases = [key for key in adapter.beside if key.endswith("bias")]
+    biases = [key for key in adapter.state if key.endswith("bias")]
     state = {key: 0 * t if key in biases else t for key, t in adapter.state.items()}
     return bool(biases), Adapter.from_state(state, adapter.config)
 
