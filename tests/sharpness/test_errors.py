@@ -296,9 +296,9 @@ WRITTEN = {
     "symmetries {0}/vit": "",
     "canonicalize {0}/vit --out {0}/canonical": "canonical/model.safetensors",
     "env": "",
-    "merge {0}/lora {0}/lora --out {0}/merged": "- merged/README.md",
-    "resize {0}/lora --rank 1 --out {0}/small": "- small/README.md",
-    "balance {0}/lora --out {0}/even": "- even/README.md",
+    "merge {0}/lora {0}/lora --out {0}/merged": "merged/README.md",
+    "resize {0}/lora --rank 1 --out {0}/small": "small/README.md",
+    "balance {0}/lora --out {0}/even": "even/README.md",
     "compare {0}/lora {0}/lora": "",
 }
 
