@@ -254,9 +254,16 @@ class PairPatch:
 
     def retract(self, u: Tensor) -> Tensor:
         """Follow the tangent vector u, differentiably, by the geodesic that the measure names."""
-        if self.measure.geodesic == "first-order":
+        geodesic = self.measure.geodesic
+        if geodesic == "first-order":
             return self.tangent.x + u
-        if self.measure.geodesic == "second-order":
+        needed = ("retr",) if geodesic == "second-order" else ("exit_time", "geodesic")
+        if lost := next((name for name in needed if not hasattr(self.tangent, name)), None):
+            raise ValueError(
+                f"{type(self.tangent).__name__} has no {lost!r}, which geodesic={geodesic!r} needs: add the method, or "
+                "give the measure geodesic='first-order'"
+            )
+        if geodesic == "second-order":
             return self.tangent.retr(u)
         # The share is constant to autograd: beyond the boundary the retraction depends only on the vector's direction.
         share = (_INSIDE * self.tangent.exit_time(u.detach())).clamp_max(1)

@@ -38,14 +38,16 @@ class Balanced(sharpness.Measure):
             return BalancedSpace(gauge)
 
 
-def measured(A, measure):
-    """The factors G A⁻¹ and H Aᵀ of a model, the gradient of its product, and three measures of it."""
+KINDS = ((sharpness.gradient_norm, None), (sharpness.evaluate, 0.3), (sharpness.average, 0.3))
+
+
+def measured(A, measure, kinds=KINDS):
+    """The factors G A⁻¹ and H Aᵀ of a model, the gradient of its product, and measures of it."""
     model, draw = torch.nn.Module(), torch.Generator().manual_seed(0)
     G, H, target = (torch.randn(size, generator=draw, dtype=torch.float64) for size in ((5, 2), (4, 2), (5, 4)))
     model.G, model.H = torch.nn.Parameter(G @ torch.linalg.inv(A)), torch.nn.Parameter(H @ A.mT)
     run = ([target], lambda model, target: (model.G @ model.H.mT - target).square().sum())
     how = {"measure": measure, "symmetries": Symmetries((factor_pair(model.G, model.H),)), "progress": False}
-    kinds = ((sharpness.gradient_norm, None), (sharpness.evaluate, 0.3), (sharpness.average, 0.3))
     return model.G.data, model.H.data, 2 * (G @ H.mT - target), [float(f(model, *run, rho=r, **how)) for f, r in kinds]
 
 
@@ -57,3 +59,18 @@ def test_a_metric_of_ones_own(measure):
     W_H = torch.linalg.inv(H.mT @ H) @ torch.tensor(scipy.linalg.sqrtm((H.mT @ H @ G.mT @ G).numpy()))
     square = sum(float((g @ torch.linalg.inv(W) * g).sum()) for g, W in ((E @ H, W_G), (E.mT @ G, W_H)))
     assert (values[0] == pytest.approx(square**0.5, rel=1e-8)) == isinstance(measure, Balanced)
+
+
+@pytest.mark.parametrize(
+    ("geodesic", "words"),
+    [
+        ("second-order", "'retr', which geodesic='second-order' needs"),
+        ("exact", "'exit_time', which geodesic='exact' needs"),
+    ],
+)
+def test_what_a_metric_lacks_is_named(geodesic, words):
+    """It was an AttributeError in the middle of the ascent."""
+    measure = Balanced("", "mix", geodesic=geodesic)
+    with pytest.raises(ValueError, match=f"BalancedSpace has no {words}: add the method, or .*'first-order'"):
+        measured(torch.eye(2).double(), measure, kinds=[(sharpness.evaluate, 0.3)])
+    measured(torch.eye(2).double(), measure, kinds=[(sharpness.gradient_norm, None)])  # which moves nothing
