@@ -15,6 +15,8 @@ import pandas as pd
 
 from reproduction.power import draw
 from reproduction.statistics import _balanced, _counts, _prepared, _signs, _tau
+from sharpness.measures import MEASURES
+from sharpness.plots import COLOURS, figure
 
 Array = npt.NDArray[np.float64]
 #: The hypothesis: networks that are sharper by this measure lose more by rounding, given the controls.
@@ -211,4 +213,25 @@ def report(rows: Sequence[Mapping[str, Any]], folder: Path, resamples: int = 10_
     for name, frame in written.items():
         text = frame.to_csv(index=False, float_format="%.4g", lineterminator="\n")
         (folder / f"second_task_{name}.csv").write_text(text, encoding="utf-8")
+    picture(written["partial"], folder.parent / "images" / "second_task.png")
     print(written["hypothesis"].to_string())
+
+
+def picture(partial: pd.DataFrame, path: Path) -> None:
+    """Draw partial τ of the main predictors with rounding and with forgetting: collections, means with intervals."""
+    shown = {f"{m} worst large": f"{m}, worst" for m in MEASURES}
+    shown |= {n: n for n in ("euclidean trace", "geodesic-inv trace", "critical sharpness", "distance moved")}
+    shown = {name: label for name, label in shown.items() if name in set(partial.predictor)}
+    with figure(path, (10, 4.2), 1, 2, sharey=True) as (_, (panels,)):
+        for axes, target in zip(panels, ("rounding", "forgetting"), strict=True):
+            own = partial[(partial.target == target) & partial.predictor.isin(list(shown))]
+            for place, name in enumerate(shown):
+                rows = own[own.predictor == name].set_index("collection")
+                each, mean = rows.drop("mean")["τ"], rows.loc["mean"]
+                axes.plot(each, [place] * len(each), "o", color="0.75", markersize=4)
+                error = [[mean["τ"] - mean.low], [mean.high - mean["τ"]]]
+                axes.errorbar(mean["τ"], place, xerr=error, fmt="D", color=COLOURS.get(name.split()[0], "0.3"))
+            axes.axvline(0, color="0.6", linewidth=0.8)
+            axes.set(title=f"what {target} costs", xlabel="partial τ, given loss and error")
+        axes.set_yticks(range(len(shown)), shown.values())
+        axes.invert_yaxis()

@@ -177,7 +177,11 @@ def test_the_tables_have_all_rows(study, tmp_path, capsys, monkeypatch):
     )
     with pytest.raises(ValueError, match="11 networks of each collection are complete; the first look is at 12"):
         report.complete([r for r in unfinished if r["number"] != 11])
+    tmp_path, images = tmp_path / "tables", tmp_path / "images"
+    for folder in (tmp_path, images):
+        folder.mkdir()
     report.report(unfinished, tmp_path, resamples=50)
+    assert (images / "second_task.png").stat().st_size > 1000
     assert pd.read_csv(tmp_path / "second_task_hypothesis.csv").level[0] == 0.99
     assert report.PRIMARY[0] in capsys.readouterr().out
     partial = pd.read_csv(tmp_path / "second_task_partial.csv")
