@@ -34,9 +34,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn
 
-from quotient_manifolds.errors import is_mendable
-from quotient_manifolds.hub import one_look
-
 from . import commands, spectrum_command, sweeps, symmetry_commands
 from .errors import painted, words_of
 from .options import DataChoice, RunOptions, Search
@@ -123,6 +120,8 @@ def main(arguments: Sequence[str] | None = None, top: argparse.ArgumentParser | 
         _close_output()
         return 141  # as programs end that SIGPIPE ends: whoever read has seen enough
     except Exception as error:
+        from quotient_manifolds.errors import is_mendable  # which nothing needs that succeeds
+
         if not is_mendable(error):
             traceback.print_exc()
         said, code = painted(words_of(error), "31", sys.stderr), 2
@@ -140,6 +139,8 @@ def _run(top: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
         top.print_help()
         return 0
     options.command = shlex.join([top.prog, *(sys.argv[1:] if arguments is None else arguments)])
+    from quotient_manifolds.hub import one_look
+
     with one_look(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries; the commands themselves report what matters to users
         code: int = options.run(options)

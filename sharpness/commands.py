@@ -20,6 +20,9 @@ from .options import DataChoice, RunOptions, Search
 if TYPE_CHECKING:
     from .results import SharpnessResult
 
+#: A model guesses if its loss is no less than this part of the loss of guessing.
+_GUESSES = 0.95
+
 
 def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
     """Train a small vision transformer on scanned digits and measure its sharpness.
@@ -119,6 +122,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
 def _check(model: str, data: str, own: RunOptions) -> None:
     """Raise for what cannot be measured or written, before gigabytes are fetched or loaded."""
     from .evaluation import measure_of
+    from .hub_data import check_source
     from .measures import checked_radii
     from .study.plan import places
 
@@ -131,6 +135,7 @@ def _check(model: str, data: str, own: RunOptions) -> None:
         with require_extra("a report needs matplotlib and pandas", "plot"):
             import matplotlib  # noqa: F401
             import pandas  # noqa: F401
+    check_source(data)
 
 
 def at_commits(*names: str) -> tuple[list[str], list[str]]:
@@ -160,14 +165,21 @@ def _print(result: SharpnessResult, guessing: float, *, verbose: bool) -> None:
         known = isinstance(part.statistic, Worst) and high and part.rhos[0] == result.measure.rho
         if known and math.isfinite(guessing):
             say([f"  for comparison: {low:.2f} to {high:.2f} nats at this radius in five small models"], "2")
-        if part.rhos[0] and base < guessing < worst:
+        if not part.rhos[0] or not guessing < worst:
+            continue
+        if base >= _GUESSES * guessing:
+            remarks.append(
+                f"the loss at the weights is {base:.2f}, and that of guessing among {math.exp(guessing):.0f} classes "
+                f"{guessing:.2f}: this model knows little of these data; check that it is trained, and what labels mean"
+            )
+        else:
             remarks.append(
                 f"at ρ = {part.rhos[0]:g} the ball reaches models that guess: the largest loss is {worst:.2f}, that of "
                 f"guessing among {math.exp(guessing):.0f} classes {guessing:.2f}; try a smaller radius"
             )
     if verbose:
         say([f"  {settings(result)}"], "2")
-    say((f"- {remark}" for remark in remarks), "33")
+    say((f"- {remark}" for remark in dict.fromkeys(remarks)), "33")
 
 
 def compare(

@@ -52,10 +52,15 @@ def check_source(source: str) -> None:
 
 
 def look_up_both(model: str, data: str) -> None:
-    """Raise for a model and data that are not there, in one sentence, before libraries are imported."""
+    """Raise for names of the Hub that cannot be read, and for a model and data that are both absent, in one sentence.
+
+    That is before libraries are imported; a file that is absent alone may wait until the other arguments are checked.
+    """
     path = "/" in model and not set(":*?[") & set(model) and not is_name(model)
     absent = FileNotFoundError(f"there is no folder {model!r}") if path and not Path(model).exists() else None
-    refuse([absent or absence(model, "model", "transformers"), _absent_data(data)])
+    found = [absent or absence(model, "model", "transformers"), _absent_data(data)]
+    if all(found) or is_name(model) or is_name(data, 4):
+        refuse(found)
 
 
 def _absent_data(data: str) -> Exception | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from .errors import how_to_install
@@ -14,9 +15,11 @@ from .monitor import QUANTITIES, Monitor
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import TQDMProgressBar
 except ImportError:
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer
+        from pytorch_lightning.callbacks import TQDMProgressBar
     except ImportError as error:
         raise ImportError(f"the callback needs lightning: {how_to_install('lightning')} ({error})") from error
 
@@ -27,7 +30,8 @@ class SharpnessMonitor(Callback):
     """Log sharpness every so many steps, or at each validation; the training is the same as without it, bit for bit.
 
     Values go to all loggers of the trainer under the names of :func:`sharpness.measured`, by the number of steps that
-    were made; not by ``log``, which keeps only what falls on ``log_every_n_steps``.
+    were made; not by ``log``, which keeps only what falls on ``log_every_n_steps``. They are ``callback_metrics`` too,
+    for callbacks that stand behind this one, such as ``EarlyStopping``.
 
     Parameters
     ----------
@@ -125,6 +129,9 @@ class SharpnessMonitor(Callback):
         self.monitor.end(trainer.global_step)
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = self.monitor.after_step(pl_module, trainer.global_step)
+        # The bar of rich would print a line for each state of another one.
+        shown = isinstance(trainer.progress_bar_callback, TQDMProgressBar) and trainer.is_global_zero
+        found = self.monitor.after_step(pl_module, trainer.global_step, progress=shown)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in found.items()})
         for logger in trainer.loggers:
             logger.log_metrics(found, step=trainer.global_step)

@@ -161,12 +161,14 @@ class Monitor:
             self.other = [] if other is None else as_list(other)
         self.start(0)
 
-    def value(self, quantity: Quantity, model: nn.Module, before: Mapping[str, Tensor] | None) -> float | None:
-        """Measure one quantity."""
+    def value(
+        self, quantity: Quantity, model: nn.Module, before: Mapping[str, Tensor] | None, *, progress: bool = False
+    ) -> float | None:
+        """Measure one quantity; those that take long show their progress."""
         if quantity.statistic is not None and quantity.measure is not None:
             return float(statistic_of(
                 quantity.statistic, model, self.batches, self.loss_fn, measure=quantity.measure, rho=quantity.rho,
-                keep_directions=False, progress=False, **self.own,
+                keep_directions=False, progress=progress, **self.own,
             ))  # fmt: skip
         if before is None:
             return None
@@ -198,14 +200,14 @@ class Monitor:
         if self.along and (self.every is None or (self._before is None and self.due(step + 1))):
             self._before = {name: p.detach().clone() for name, p in trained(weights_of(model)).items()}
 
-    def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Measure after a number of steps."""
+    def after_step(self, model: nn.Module, step: int, *, progress: bool = False) -> dict[str, float]:
+        """Measure after a number of steps, with a line of progress below that of the training."""
         before, self._before, self._last = self._before, None, step
         found: list[tuple[str, float | None]] = []
         for quantity in self.quantities:
             try:
                 with undrawn():
-                    found.append((quantity.name, self.value(quantity, model, before)))
+                    found.append((quantity.name, self.value(quantity, model, before, progress=progress)))
             except ValueError as error:
                 if not self._worked:
                     raise

@@ -65,7 +65,7 @@ def spectrum(
     quiet
         Show no progress.
     """
-    from .hub_data import look_up_both, pinned_data
+    from .hub_data import check_source, look_up_both, pinned_data
 
     look_up_both(model, data)
     from . import devices, losses, models
@@ -86,6 +86,7 @@ def spectrum(
     if plot is not None:
         with require_extra("a picture needs matplotlib", "plot"):
             import matplotlib  # noqa: F401
+    check_source(data)  # before gigabytes are fetched or loaded
     choice, model = replace(choice, source=pinned_data(data)), models.pinned(model, checkpoint)
     loaded, where = models.load(model, checkpoint), devices.checked_device(device)
     network, batches = devices.move(loaded.model, where), choice.load(loaded, where)

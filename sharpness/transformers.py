@@ -22,7 +22,8 @@ class SharpnessCallback(TrainerCallback):
     """Log sharpness every so many steps, or at each evaluation; the training is the same as without it, bit for bit.
 
     Values stand under the names of :func:`sharpness.measured` in ``trainer.state.log_history``, ``trainer_state.json``
-    and whatever ``report_to`` names. TensorBoard has them below ``train/``.
+    and whatever ``report_to`` names. TensorBoard has them below ``train/``. Those of an evaluation are among its
+    metrics, with ``eval_`` before the name, for ``metric_for_best_model`` and callbacks that were added later.
 
     Parameters
     ----------
@@ -104,12 +105,14 @@ class SharpnessCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure every so many steps."""
         if self.monitor.due(state.global_step):
-            self._log(state, control, **kwargs)
+            self._log(args, state, control, kwargs["model"])
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure at an evaluation."""
         if self.monitor.due_at_evaluation(state.global_step):
-            self._log(state, control, **kwargs)
+            found = self._log(args, state, control, kwargs["model"])
+            # By this name the trainer and EarlyStoppingCallback look for metric_for_best_model.
+            kwargs["metrics"].update({f"eval_{name}": value for name, value in found.items()})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -117,7 +120,12 @@ class SharpnessCallback(TrainerCallback):
         """End."""
         self.monitor.end(state.global_step)
 
-    def _log(self, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def _log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any
+    ) -> dict[str, float]:
         wanted = control.should_log  # what is logged here is not what the trainer was about to log
-        self.trainer.log(self.monitor.after_step(kwargs["model"], state.global_step))
+        shown = not args.disable_tqdm and state.is_world_process_zero
+        found = self.monitor.after_step(model, state.global_step, progress=shown)
+        self.trainer.log({**found})  # to which the trainer adds entries
         control.should_log = wanted
+        return found

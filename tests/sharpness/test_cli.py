@@ -293,6 +293,10 @@ def small_weight():
     return Guesses(0.05)
 
 
+def tiny_weight():
+    return Guesses(0.001)
+
+
 def signs():
     return [(torch.tensor([1.0, -1.0]), torch.tensor([0, 1]))]
 
@@ -309,6 +313,13 @@ def test_a_ball_that_reaches_models_that_guess(capsys, monkeypatch):
     assert said == [
         "- at ρ = 0.1 the ball reaches models that guess: the largest loss is 0.74, that of guessing among 2 classes "
         "0.69; try a smaller radius"
+    ]
+    run[1] = f"{here}:tiny_weight"
+    assert cli.main([*run, "0.04", "0.1"]) == 0  # where a smaller radius would not help
+    said = [line for line in capsys.readouterr().out.splitlines() if "guess" in line]
+    assert said == [
+        "- the loss at the weights is 0.69, and that of guessing among 2 classes 0.69: this model knows little of "
+        "these data; check that it is trained, and what labels mean"
     ]
 
 

@@ -7,11 +7,12 @@ import warnings
 import lightning.pytorch as lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import sharpness
 import sharpness.lightning
@@ -205,6 +206,44 @@ def test_a_training_that_measured_nothing_says_so(every, why, tmp_path):
         fit(tmp_path, in_lightning(every=every))
 
 
+def test_a_trainer_stops_early_and_keeps_the_best_by_what_is_measured(tmp_path, capsys):
+    options = {"metric_for_best_model": "sharpness/geodesic-inv@0.1", "greater_is_better": False}
+    made = trainer(tmp_path, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, **options)
+    monitored(made, every=None, quantities=["geodesic-inv"], other=None)
+    made.add_callback(EarlyStoppingCallback(2, early_stopping_threshold=1e9))  # so large that nothing is better
+    made.train()
+    logged = [e["sharpness/geodesic-inv@0.1"] for e in made.state.log_history if "sharpness/geodesic-inv@0.1" in e]
+    assert len(logged) == made.state.global_step == 3 < STEPS
+    assert made.state.best_metric == min(logged)
+    assert made.evaluate()["eval_sharpness/geodesic-inv@0.1"] == pytest.approx(min(logged), rel=1e-6)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Whether measurements show their progress, one after the other."""
+    asked, bar = list[bool](), sharpness.evaluation.progress_bar
+
+    def recorded(*arguments, progress):
+        asked.append(progress)
+        return bar(*arguments, progress=progress)
+
+    monkeypatch.setattr(sharpness.evaluation, "progress_bar", recorded)
+    return asked
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_is_shown_where_the_trainer_shows_its_own(progress, shown, tmp_path, capsys):
+    made = trainer(tmp_path)
+    monitored(made, quantities=["adaptive"], other=None)
+    made.args.disable_tqdm = not progress
+    made.train()
+    assert shown == [progress] * 2
+    shown.clear()
+    bar = [TQDMProgressBar()] if progress else []
+    fit(tmp_path, in_lightning(quantities=["adaptive"], other=None), *bar, enable_progress_bar=progress)
+    assert shown == [progress] * 2
+
+
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
@@ -255,9 +294,9 @@ def fit(folder, *callbacks, validate=False, **options):
     x, y = (torch.cat(parts) for parts in zip(*PAIRS, strict=True))
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
     loggers = [CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="board")]
+    own = {"max_steps": STEPS, "logger": loggers, "log_every_n_steps": 2, "accumulate_grad_batches": 2}
     made = lightning.Trainer(
-        **{"max_steps": STEPS, "logger": loggers, "log_every_n_steps": 2, "accumulate_grad_batches": 2, **options},
-        accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False,
+        **{**own, "enable_progress_bar": False, **options}, accelerator="cpu", devices=1, enable_model_summary=False,
         enable_checkpointing=False, callbacks=[keep, *callbacks],
     )  # fmt: skip
     made.fit(module, loader, DataLoader(TensorDataset(x, y), batch_size=16) if validate else None)
@@ -316,6 +355,15 @@ def test_lightning_at_validations(tmp_path, capsys):
     model.load_state_dict(weights[4])
     value = sharpness.critical_sharpness(model, PAIRS, before=weights[3])
     assert float(logged[3]["sharpness/critical"]) == pytest.approx(value, rel=1e-6)
+
+
+def test_lightning_stops_early_by_what_is_measured(tmp_path, capsys):
+    stopping = EarlyStopping("sharpness/geodesic-inv@0.1", patience=2, min_delta=1e9)
+    monitor = in_lightning(every=None, quantities=["geodesic-inv"], other=None)
+    made, *_ = fit(tmp_path, monitor, stopping, validate=True, val_check_interval=2)
+    logged = [float(r["sharpness/geodesic-inv@0.1"]) for r in rows(tmp_path) if r["sharpness/geodesic-inv@0.1"]]
+    assert len(logged) == made.global_step == 3 < STEPS
+    assert float(stopping.best_score) == pytest.approx(logged[0], rel=1e-6)
 
 
 def test_lightning_without_a_logger(tmp_path):
