@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -18,6 +19,7 @@ from .files import check_apart, check_file, write_json
 from .options import DataChoice, RunOptions, Search
 
 if TYPE_CHECKING:
+    from .models import LoadedModel
     from .results import SharpnessResult
 
 #: A model guesses if its loss is no less than this part of the loss of guessing.
@@ -147,6 +149,13 @@ def at_commits(*names: str) -> tuple[list[str], list[str]]:
     return found, [f"- {name} is {at}" for name, at in zip(names, found, strict=True) if name != at]
 
 
+def load_each(names: Sequence[str], model: str | None) -> list[LoadedModel]:
+    """Load models, or files of weights of one."""
+    from .models import load
+
+    return [load(name) if model is None else load(model, name) for name in names]
+
+
 def _of(kind: Any, chosen: dict[str, Any]) -> dict[str, Any]:
     """Take the fields of a class from the options."""
     return {f.name: chosen.pop(f.name) for f in fields(kind) if f.name in chosen}
@@ -211,12 +220,10 @@ def compare(
     modulo
         heads: the factors of every head; all: every known symmetry, and the order of heads and neurons.
     """
-    (one, other), remarks = at_commits(one, other)
+    names, remarks = at_commits(one, other)
     from quotient_manifolds.symmetries import model_distance
 
-    from .models import load
-
-    two = [load(name).model if model is None else load(model, name).model for name in (one, other)]
+    two = [loaded.model for loaded in load_each(names, model)]
     with about(f"{one} and {other} cannot be compared"):
         found = model_distance(*two, metric=metric, modulo=modulo)
     known = [p for p in found.pairs if not math.isnan(p.distance)]

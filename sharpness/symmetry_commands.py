@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .commands import at_commits
+from .commands import at_commits, load_each
 from .errors import about, say
 from .files import check_apart, check_file, files_of
 from .options import DataChoice
@@ -38,12 +38,11 @@ def same(one: str, other: str, *, model: str | None = None, out: Path | None = N
     if out is not None:
         check_file(out)
         check_apart(out, (one, other))
-    (one, other), remarks = at_commits(one, other)
+    names, remarks = at_commits(one, other)
     from .files import write_text
-    from .models import load
     from .sameness import judge
 
-    two = [load(name) if model is None else load(model, name) for name in (one, other)]
+    two = load_each(names, model)
     with about(f"{one} and {other} cannot be compared"):
         found = judge(*two)
     if out is not None and not found.distances.empty:
