@@ -51,14 +51,14 @@ def test_a_defect_shows_where_it_is(monkeypatch, capsys):
     assert said.endswith("\nreproduction: ZeroDivisionError: in the middle\n")
 
 
-SMALL = ["run", "tests.spread:model", "tests.spread:batches", "--quiet"]
+SMALL = ["run", "tests.support.spread:model", "tests.support.spread:batches", "--quiet"]
 #: Functions within our own, at all depths, with a command that comes there.
 INNER = {
     "sharpness.evaluation.attached_space": SMALL, "sharpness.space.WeightSpace.move_to": SMALL,
     "sharpness.losses.default_loss": SMALL, "sharpness.batch_loss.BatchLoss.__call__": SMALL,
     "sharpness.commands._print": SMALL,
     "sharpness.study.plan.as_data": [*SMALL, "--out", "{}/out.json"],
-    "quotient_manifolds.symmetries.discovery.settled": ["symmetries", "tests.spread:model"],
+    "quotient_manifolds.symmetries.discovery.settled": ["symmetries", "tests.support.spread:model"],
     "quotient_manifolds.adapters.storage.safe_open": ["lora", "compare", "{}/one", "{}/one"],
     "quotient_manifolds.adapters.folders.as_config": ["lora", "compare", "{}/one", "{}/one"],
 }  # fmt: skip
@@ -103,15 +103,18 @@ class Odd(torch.nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "tests.sharpness.test_errors:Odd", "tests.spread:batches"], "Odd has no trainable parameter"),
-        (["run", "tests.spread:model", "tests.spread:batches", "--steps", "0"], "steps must be a whole number"),
-        (["run", "tests.spread:model", "builtins:list"], "builtins:list gave no batch"),
+        (["run", "tests.sharpness.test_errors:Odd", "tests.support.spread:batches"], "Odd has no trainable parameter"),
         (
-            ["run", "tests.spread:model", "tests.sharpness.test_errors:no_batches"],
+            ["run", "tests.support.spread:model", "tests.support.spread:batches", "--steps", "0"],
+            "steps must be a whole number",
+        ),
+        (["run", "tests.support.spread:model", "builtins:list"], "builtins:list gave no batch"),
+        (
+            ["run", "tests.support.spread:model", "tests.sharpness.test_errors:no_batches"],
             "no_batches failed: KeyError: 'data'",
         ),
-        (["symmetries", "tests.spread:nothing"], "is not an importable module:function"),
-        (["run", "tests.sharpness.test_errors:odd_model", "tests.spread:batches"], "KeyError: 'of the model'"),
+        (["symmetries", "tests.support.spread:nothing"], "is not an importable module:function"),
+        (["run", "tests.sharpness.test_errors:odd_model", "tests.support.spread:batches"], "KeyError: 'of the model'"),
         (["lora", "compare", "nowhere", "nowhere"], "nowhere is no file"),
     ],
 )
