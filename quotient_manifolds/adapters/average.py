@@ -81,6 +81,8 @@ class QuotientEMA:
             )
         self.model, self.decay, self.count = model, decay, 0
         self.rank = None if rank is None else as_count("rank", rank)
+        if not isinstance(symmetries, Symmetries | None):
+            raise TypeError(f"symmetries must be Symmetries, as adapter_pairs returns, got {type(symmetries).__name__}")
         weights = trained(weights_of(model))
         found = (adapter_pairs(model) if symmetries is None else symmetries).restricted(weights)
         pairs = [p for p in found.pairs if not p.group.diagonal and p.group.field == "real"]
@@ -173,13 +175,28 @@ class QuotientEMA:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; raise a ValueError if it is of other adapters."""
-        shapes = [[(len(s), rows) for rows in (s.n, s.m)] for s in self._stacks]
-        if [[tuple(side.shape[:2]) for side in mean] for mean in state["means"]] != shapes and state["count"]:
-            raise ValueError("the state is of other adapters than the model has")
         weights = weights_of(self.model)
+        self._check_state(state, trained(weights))
         like = [weights[stack.names[0]] for stack in self._stacks]
         self._means = [(_stored(G, w), _stored(H, w)) for w, (G, H) in zip(like, state["means"], strict=False)]
         self.count, self._cut, self._others = int(state["count"]), list(state["cut"]), dict(state["others"])
+
+    def _check_state(self, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        """Raise unless a state is one of these adapters."""
+        try:
+            means, cut, others = [[*mean] for mean in state["means"]], [*state["cut"]], dict(state["others"])
+            count = as_count("count", state["count"], least=0)
+            tensors = [*(side for mean in means for side in mean), *cut, *others.values()]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of QuotientEMA.state_dict ({error!r})") from error
+        if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in tensors):
+            raise ValueError("the state has other entries than tensors of finite numbers; the mean stays as it was")
+        shapes = [[(len(s), rows) for rows in (s.n, s.m)] for s in self._stacks]
+        alike = [[tuple(side.shape[:2]) for side in mean] for mean in means] == shapes
+        alike = alike and {k: t.shape for k, t in others.items()} == {k: p.shape for k, p in weights.items()}
+        alike = alike and all(G.shape[2:] == H.shape[2:] and G.dim() == 3 for G, H in means)
+        if [t.shape for t in cut] != [(len(s),) for s in self._stacks] or (count and not alike):
+            raise ValueError("the state is of other adapters than the model has")
 
     def callback(self) -> Any:
         """Return a callback for transformers' ``Trainer``: it updates after every step, saves and resumes."""

@@ -17,6 +17,8 @@ _REPLACING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: What options are that name layers or tokens, if they are given.
 _KINDS = {"rank_pattern": dict, "alpha_pattern": dict, "target_modules": (list, tuple, str), "target_parameters": list,
           "modules_to_save": (list, tuple), "trainable_token_indices": (list, dict)}  # fmt: skip
+#: Those of them that are names, of layers or parameters.
+_NAMES = ("rank_pattern", "alpha_pattern", "target_modules", "target_parameters", "modules_to_save")
 #: Options that say which layers are adapted.
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 
@@ -26,6 +28,10 @@ def check_options(place: Path, config: dict[str, Any]) -> None:
     for option, kinds in _KINDS.items():
         if not isinstance(config.get(option), (*(kinds if isinstance(kinds, tuple) else [kinds]), NoneType)):
             raise ValueError(f"{place}: {option} is not what peft writes there: {config[option]!r}")
+    for option in _NAMES:
+        given = config.get(option)
+        if not isinstance(given, str) and not all(isinstance(name, str) for name in given or ()):
+            raise ValueError(f"{place}: {option} is not what peft writes there: {given!r}")
     kind = next((name for name in _NO_PRODUCTS if config.get(name)), config.get("peft_type") or "LORA")
     if kind != "LORA":
         raise ValueError(f"{place} was made with {kind}, whose layers add something else than products B A")
@@ -75,13 +81,18 @@ def of_model(config: dict[str, Any], prefix: str) -> dict[str, Any]:
 def as_config(text: bytes, name: str) -> dict[str, Any]:
     """Read the JSON of a config; raise an error with its name if it is none."""
     try:
-        config = json.loads(text.decode("utf-8-sig"), object_hook=ordered)
+        config = json.loads(text.decode("utf-8-sig"), object_hook=ordered, parse_constant=_no_constant)
         if isinstance(config, dict):
             return config
         said = f"it is {text.decode()[:20]}"
     except (ValueError, RecursionError) as error:
         said = str(error)
     raise ValueError(f"{name} is no JSON object in UTF-8 ({said}): write or download it again")
+
+
+def _no_constant(text: str) -> None:
+    """Refuse NaN and infinities, which Python reads in JSON and writes again."""
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def ordered(config: dict[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,8 @@ def convert(
     """
     if to not in _ENDS:
         raise ValueError(f"to must be one of {', '.join(_ENDS)}, got {to!r}")
+    if not isinstance(model, str | None):
+        raise TypeError(f"model must be the name of a model of a pipeline, got a {type(model).__name__}")
     source = adapter if isinstance(adapter, Adapter) else read(adapter)
     layers = _layers(source, base, model)
     _check(source, layers, to)

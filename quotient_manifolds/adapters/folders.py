@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -110,6 +111,9 @@ class Adapter:
         ValueError
             It is no LoRA of plain products, or says no scale.
         """
+        pairs = [*state.items()] if isinstance(state, Mapping) else [(None, state)]
+        if odd := [type(t).__name__ for key, t in pairs if not (isinstance(key, str) and isinstance(t, Tensor))]:
+            raise TypeError(f"{name}: the state must be a mapping of names to tensors, and has a {odd[0]}")
         tensors = {key: t.detach() for key, t in state.items()}
         shapes, options = {key: tuple(t.shape) for key, t in tensors.items()}, ordered(dict(config or {}))
         weights = Path(name) / WEIGHTS if options else Path(name)
@@ -145,6 +149,10 @@ class Adapter:
         import peft
 
         known: Any = model
+        if not hasattr(model, "peft_config"):
+            raise TypeError(f"{type(model).__name__} is no model of peft; make it one by get_peft_model")
+        if not (isinstance(name, str) and name and "." not in name):
+            raise ValueError(f"the name of an adapter must be text without a dot, got {name!r}")
         if name in getattr(model, "peft_config", {}):
             raise ValueError(f"{type(model).__name__} has an adapter {name!r} already; give another name")
         if self.single:
@@ -184,7 +192,7 @@ class Adapter:
     @property
     def layout(self) -> int:
         """How PEFT took inputs and outputs of experts: before 0.19.0, in 0.19.0, and since 0.19.1."""
-        version = tuple(map(int, re.findall(r"\d+", str(self.config.get("peft_version")))[:3]))
+        version = tuple(map(int, re.findall(r"\d{1,9}", str(self.config.get("peft_version")))[:3]))
         return (version >= (0, 19, 0)) + (version >= (0, 19, 1))
 
     @property
@@ -228,9 +236,11 @@ class Adapter:
             return next((v for p, v in patterns if re.match(PATTERN.format(p), name)), config[option])
 
         names = parameters(layer, config) or [path]
-        (r, alpha), *more = {(look_up(name, "rank", "r"), look_up(name, "alpha", "lora_alpha")) for name in names}
-        if more or not (isinstance(r, int) and r > 0 and isinstance(alpha, int | float)):
-            raise ValueError(f"{self.place}: {layer} needs one rank above 0 and one alpha, got {[(r, alpha), *more]}")
+        found = [(look_up(name, "rank", "r"), look_up(name, "alpha", "lora_alpha")) for name in names]
+        r, alpha = found[0]
+        numbers = isinstance(r, int) and r > 0 and isinstance(alpha, int | float) and abs(alpha) <= sys.float_info.max
+        if not numbers or any(other != found[0] for other in found):
+            raise ValueError(f"{self.place}: {layer} needs one rank above 0 and one finite alpha, got {found}")
         return r, alpha / (r**0.5 if config.get("use_rslora") else r)
 
     def bias(self, layer: str, outputs: int) -> Tensor:
@@ -328,6 +338,8 @@ def _check_parts(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> Non
             f"{place}: {empty[0]} is empty, as when DeepSpeed's ZeRO-3 or FSDP saves a weight that was not gathered; "
             "save the adapter again"
         )
+    if odd := [key for parts in layers for key in (parts["A"], parts["B"]) if len(shapes[key]) < 2]:
+        raise ValueError(f"{place}: {odd[0]} has the shape {shapes[odd[0]]}, which is none of a matrix")
     if adapter.config.get("bias") == "lora_only" and not any(key.endswith(".bias") for key in adapter.others):
         said = "has no biases, though bias='lora_only' trains those of its layers: PEFT before 0.21 did not save them"
         warnings.warn(f"{place} {said}", stacklevel=4)

@@ -21,7 +21,7 @@ from ..passes import drawing_again
 from .configs import merged_config, module_of, parameters
 from .folders import HEADER, Adapter, read, write_card, write_config
 from .products import NEGLIGIBLE, Factors, Method, check_kept, common_dtype, present, product_svd, signed_sum
-from .storage import TensorFile, new_folder
+from .storage import TensorFile, checked, new_folder
 
 Path = str | os.PathLike[str]
 #: Metadata that tell whether a file was changed.
@@ -115,7 +115,7 @@ def merge(
         state = dict[str, Tensor]()
         ranks, lost = _fill(state, parents, _of_one_rank(parents, how))
         config = {} if first.single else merged_config([p.config for p in parents], ranks)
-        return replace(Adapter.from_state(state, config), lost=lost)
+        return replace(Adapter.from_state(checked(state), config), lost=lost)
     with new_folder(out) as folder, TensorFile(folder / first.saved_as) as file:
         ranks, lost = _fill(file, parents, _of_one_rank(parents, how))
         file.finish(_metadata(parents, ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ class Method:
     def __post_init__(self) -> None:
         known = self.name in ("sum", "ties", "dare", *MANIFOLDS) and self.space in ("core", "knots")
         shares = [share for share in (self.density, self.energy) if share is not None]
-        if not (known and all(0 < share <= 1 for share in shares)):
+        if not (known and all(isinstance(share, Real) and 0 < share <= 1 for share in shares)):
             raise ValueError(
                 "method must be one of sum, ties, dare, inv, mix, space core or knots, density and energy above 0 and "
                 f"at most 1, got {self}"

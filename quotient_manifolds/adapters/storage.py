@@ -107,6 +107,14 @@ def _lock(place: Path) -> Iterator[bool]:
         yield free
 
 
+def checked(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors that are to be handed out; raise if one has NaN or infinite entries."""
+    for key, t in tensors.items():
+        if not bool(t.isfinite().all()):
+            raise ValueError(f"{key} would have NaN or infinite entries in {t.dtype}")
+    return tensors
+
+
 class TensorFile(AbstractContextManager["TensorFile"]):
     """A safetensors file that is written tensor by tensor, so that no more of it is in memory.
 
@@ -123,9 +131,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors by their keys."""
-        for key, t in tensors.items():
-            if not bool(t.isfinite().all()):
-                raise ValueError(f"{key} would have NaN or infinite entries in {t.dtype}")
+        for key, t in checked(tensors).items():
             raw = memoryview(save({key: t.contiguous()}))
             start = 8 + int.from_bytes(raw[:8], "little")
             self._parts.append((-t.element_size(), key, json.loads(bytes(raw[8:start]))[key], self._spool.tell()))

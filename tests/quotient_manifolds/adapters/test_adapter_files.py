@@ -1,6 +1,7 @@
 """Files of adapters as their tools write them, against a plain reading of each tool's rule, and files that are none."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -163,6 +164,13 @@ CONFIGS = {
     json.dumps({**CONFIG, "target_modules": 5}): "target_modules is not what peft writes there: 5",
     json.dumps({**CONFIG, "target_parameters": "l"}): "target_parameters is not what peft writes there: 'l'",
     json.dumps({**CONFIG, "trainable_token_indices": 5}): "trainable_token_indices is not what peft writes there: 5",
+    json.dumps(
+        {**CONFIG, "modules_to_save": [["head"]]}
+    ): r"modules_to_save is not what peft writes there: \[\['head'\]\]",
+    json.dumps({**CONFIG, "target_parameters": [5]}): r"target_parameters is not what peft writes there: \[5\]",
+    json.dumps({**CONFIG, "lora_dropout": math.nan}): r"is no JSON .* \(NaN is no number of JSON\)",
+    json.dumps({**CONFIG, "lora_alpha": 10**400}): r"needs one rank above 0 and one finite alpha",
+    json.dumps({**CONFIG, "r": [2]}): r"needs one rank above 0 and one finite alpha, got \[\(\[2\]",
 }
 
 
@@ -193,6 +201,11 @@ def test_a_file_that_is_not_whole_is_named(kind, folder, tmp_path):
     single = write(tmp_path / "single.safetensors", "kohya")
     single.write_bytes(spoil(single.read_bytes()))
     refused(single, f"single.safetensors {said}", tmp_path)
+
+
+def test_a_factor_that_is_a_number_is_named(folder, tmp_path):
+    save_file({**FACTORS, "base_model.model.l.lora_A.weight": torch.tensor(1.0)}, folder / "adapter_model.safetensors")
+    refused(folder, r"l.lora_A.weight has the shape \(\), which is none of a matrix", tmp_path)
 
 
 @pytest.mark.parametrize("text", CONFIGS)

@@ -658,7 +658,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
             one, tmp_path / "pissa", init_lora_weights="pissa_niter_4"
         ),
         r"one has factors \[3, 12\] and \[20, 3\], not of rank 4": changed(one, tmp_path / "r", r=4),
-        r"one needs one rank above 0 and one alpha, got \[\(0, 8\)\]": changed(one, tmp_path / "r0", r=0),
+        r"one needs one rank above 0 and one finite alpha, got \[\(0, 8\)\]": changed(one, tmp_path / "r0", r=0),
         "none: adapter_config.json lacks r, so the scale": changed(one, tmp_path / "none", r=None),
         r"one alpha, got \[\(3, 'x'\)\]": changed(one, tmp_path / "alpha", lora_alpha="x"),
         "inf has NaN or infinite entries|factors of .*one have NaN or infinite": changed(

@@ -155,3 +155,22 @@ def test_what_does_not_fit_is_named_and_harms_no_model(tmp_path):
     after = {key.replace(".base_layer", ""): t for key, t in model.state_dict().items()}
     assert after.keys() == {key.replace(".base_layer", "") for key in before}
     assert all(torch.equal(after[key.replace(".base_layer", "")], t) for key, t in before.items())
+
+
+def test_what_is_no_adapter_is_named():
+    """Each ended in an AttributeError, a KeyError of torch or, at the overflow, in an adapter of infinite entries."""
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 5))
+    model = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    own = Adapter.from_model(model)
+    A, B = torch.full((1, 3), 6e4).half(), torch.ones(2, 1).half()
+    large = Adapter.from_state({"l.lora_A.weight": A, "l.lora_B.weight": B})
+    for said, act in {
+        "Linear is no model of peft": lambda: own.add_to(torch.nn.Linear(2, 2), "new"),
+        "must be text without a dot, got 'new.one'": lambda: own.add_to(model, "new.one"),
+        "must be a mapping of names to tensors, and has a str": lambda: Adapter.from_state({"l.lora_A.weight": "x"}),
+        "must be a mapping of names to tensors, and has a int": lambda: Adapter.from_state(3),
+        "density and energy above 0 and at most 1": lambda: merge([own], density=torch.ones(2)),
+        "would have NaN or infinite entries in torch.float16": lambda: merge([large], weights=[1e9]),
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=said):
+            act()

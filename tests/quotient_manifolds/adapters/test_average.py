@@ -1,6 +1,7 @@
 """Running means of adapters, against means of the dense products."""
 
 import copy
+import math
 
 import peft
 import pytest
@@ -231,3 +232,24 @@ def test_layers_that_are_not_of_peft_and_wrong_arguments():
             QuotientEMA(model, decay, symmetries=lora_pairs_by_name(model))
     with pytest.raises(ValueError, match="no trained weight of this Linear belongs to an adapter"):
         QuotientEMA(nn.Linear(2, 2))
+
+
+def test_a_state_that_is_spoilt_is_refused_and_the_mean_stays():
+    model = peft.get_peft_model(
+        nn.Sequential(nn.Linear(6, 5)), peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    )
+    ema = QuotientEMA(model)
+    ema.update()
+    state, before = ema.state_dict(), ema.values()
+    for said, spoilt in (
+        ("this is no state", {"count": 1}),
+        ("other entries than tensors of finite numbers", {**state, "cut": [state["cut"][0] * math.nan]}),
+        ("other entries than tensors of finite numbers", {**state, "others": dict.fromkeys(state["others"], "x")}),
+        ("of other adapters", {**state, "cut": []}),
+        ("of other adapters", {**state, "others": {}}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ema.load_state_dict(spoilt)
+        assert all(torch.equal(t, before[name]) for name, t in ema.values().items())
+    with pytest.raises(TypeError, match=r"symmetries must be Symmetries, .* got int"):
+        QuotientEMA(model, symmetries=1)
