@@ -37,7 +37,7 @@ elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instruct
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
 
-exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 wrong inputs, 18 ways of sharding, processes, a second device (up to an hour)
+exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 12,000 wrong inputs, 18 ways of sharding, processes, a second device (up to an hour)
 	EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)

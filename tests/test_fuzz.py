@@ -5,7 +5,7 @@ import pytest
 from tests.support import fuzzing
 from tests.support.extent import EXHAUSTIVE
 
-CHUNKS = list(fuzzing.chunks(10_000 if EXHAUSTIVE else 70))
+CHUNKS = list(fuzzing.chunks(12_000 if EXHAUSTIVE else 84))
 
 
 @pytest.fixture(scope="session")

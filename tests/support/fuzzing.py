@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -33,11 +33,13 @@ from torch import nn
 
 import quotient_manifolds as qm
 import sharpness
-from quotient_manifolds import optim, symmetries, testing
+from quotient_manifolds import adapters as lora
+from quotient_manifolds import lora_command, optim, symmetries, testing
+from quotient_manifolds.errors import is_mendable
 from reproduction import cli as laboratory
 from sharpness import checkpoints, cli, data, measures, models, plots, study
 from sharpness.files import read_table
-from tests.support import docs_world, networks
+from tests.support import adapter_variants, docs_world, networks
 
 PACKAGES = {"quotient_manifolds", "sharpness"}
 # fmt: off
@@ -77,6 +79,51 @@ plot done --out out.png
 toy --quiet --out out
 diagonal --n 4 --d 6 --models 3 --seeds 1 --rho 0.1 --workers 1 --quiet --out out
 """).split("\n") if line]
+#: Of quotient-lora, in the folder lora of the world.
+ADAPTERS = [line.split() for line in """\
+merge one two --weights 0.7 0.3 --rank 3 --out out
+merge one two --method ties --out out
+merge one two --method dare --space knots --out out
+merge one three --method mix --out out
+merge kohya.safetensors diffusers.safetensors --out out
+merge old one --weights 2 -1 --out out
+merge dora dora --out out
+resize one --rank 2 --out out
+resize diffusers.safetensors --energy 0.9 --out out
+resize experts --rank 5 --out out
+balance dora --out out
+balance old --out out
+balance experts --out out
+balance saved --out out
+carry berted --from ../bert --to moved --out out
+convert one --to kohya --model unet --out out
+convert dora --to diffusers --model unet --one-rank --out out
+convert kohya.safetensors --to peft --base base.safetensors --out out
+convert diffusers.safetensors --to diffsynth --out out
+extract base.safetensors tuned.safetensors --rank 2 --out out
+extract ../bert moved --energy 0.9 --modules-to-save classifier --out out
+extract sharded tuned.safetensors --rank 2 --target-modules layer --out out
+compare one two --json
+compare dora experts
+compare saved old
+compare kohya.safetensors diffusers.safetensors
+""".splitlines()]
+#: Of adapter_config.json.
+LORA_CONFIG = {"r": [0, -1, 2.0, "4", None, 10**30, True, [4]],
+               "lora_alpha": [0, -2, math.nan, math.inf, "x", 1e300, None],
+               "rank_pattern": [{"layer": 2}, {"layer": 0}, {"": 4}, {"(": 1}, {"layer": "x"}, [], {"head": 2.5}],
+               "alpha_pattern": [{"layer": 2}, {"layer": None}, {"head": math.nan}, {"[": 1}, 3],
+               "peft_type": ["LOHA", "", None, 3, "lora", ["LORA"]], "use_rslora": [True, "x", 1],
+               "use_dora": [True], "lora_bias": [True, "x"],
+               "bias": ["all", "lora_only", "x", 3, None], "fan_in_fan_out": [True, 3],
+               "target_modules": [["layer"], "layer", "(", "*", [], None, [3], {"layer": 1}, "layer|head", [None]],
+               "target_parameters": [["layer.up"], ["layer"], [3], "x", [""], [None]],
+               "modules_to_save": [["head"], "head", [3], [[]], {}, [None]],
+               "trainable_token_indices": [[1], {"x": [1]}, 3, {}, {"layer": "x"}],
+               "layers_to_transform": [[0], 3], "init_lora_weights": ["pissa", True, 3, "eva"],
+               "base_model_name_or_path": [None, 3, "näh", "\ud800", ["x"]], "revision": [3, "main"],
+               "peft_version": [None, 3, "", "0.19.0", "9" * 5000, "x", "0.18.0.dev0"],
+               "layer_replication": [[[0, 1]]], "alora_invocation_tokens": [[1]], "exclude_modules": ["(", ["head"]]}
 SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
          "data": {"source": "xy.pt", "batch_size": 4, "subset_seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
@@ -128,6 +175,7 @@ class Job:
     outs: tuple = ()
     names: tuple = ()
     allowed: tuple = ()
+    main: object = None
 
 
 @dataclass(frozen=True)
@@ -175,8 +223,44 @@ def build(base):
     (base / "folder").mkdir()
     (base / "folder" / "keep.txt").write_text("a user's own", encoding="utf-8")
     (base / "file").write_text("a user's own", encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT asks transformers by a name that is deprecated
+        build_adapters(base / "lora", base / "bert")
     with within(base):
         assert cli.main(["sweep", "sweep.json", "--out", "done", "--quiet"]) == 0
+
+
+def build_adapters(place, bert):
+    """Make adapters in the names of all tools, and models of which some are."""
+    import peft
+    import transformers
+
+    place.mkdir()
+    for name, known in {"one": "LoRA", "two": "rank_pattern, alpha_pattern", "three": "LoRA", "dora": "DoRA",
+                        "experts": "experts (target_parameters)", "saved": "modules_to_save"}.items():  # fmt: skip
+        adapter_variants.VARIANTS[known].save(place / name)
+    shutil.copytree(place / "one", place / "old")
+    weights = read_tensors(file := place / "old" / "adapter_model.safetensors")
+    torch.save(weights, file.with_suffix(".bin"))
+    file.unlink()
+    write_tensors(place / "three" / "adapter_model.safetensors", {k: 1.1 * t for k, t in weights.items()})
+    for to in ("kohya", "diffusers"):
+        lora.convert(place / "one", place / "new", to=to, model="unet")
+        shutil.move(place / "new" / "pytorch_lora_weights.safetensors", place / f"{to}.safetensors")
+        shutil.rmtree(place / "new")
+    (place / "sharded").mkdir()
+    for i, file in enumerate((place / "base.safetensors", place / "tuned.safetensors")):
+        weights = {"layer.weight": torch.randn(7, 12), "layer.bias": torch.randn(7), "head.weight": torch.randn(7, 7)}
+        write_tensors(file, weights)
+        write_tensors(place / "sharded" / f"part{i}.safetensors", dict([*weights.items()][i::2]))
+    index = {"weight_map": {name: f"part{i % 2}.safetensors" for i, name in enumerate(weights)}}
+    (place / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    model = transformers.BertForSequenceClassification.from_pretrained(bert)
+    symmetries.move_(model, symmetries.find(model), seed=0)
+    model.save_pretrained(place / "moved")
+    config = peft.LoraConfig(r=2, target_modules=["query", "value", "dense"], init_lora_weights=False)
+    model = transformers.BertForSequenceClassification.from_pretrained(bert)
+    peft.get_peft_model(model, config).save_pretrained(place / "berted", save_embedding_layers=False)
 
 
 @contextlib.contextmanager
@@ -278,6 +362,41 @@ def spoil_json(rng, path):
         return f"{path.name}: {what}"
     except (OSError, ValueError, TypeError):
         return f"{path.name}: broken already"
+
+
+def spoil_adapter(rng, path):
+    """Change the config of an adapter, one of its tensors, or what the header of a file says."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    if path.suffix == ".json":
+        if rng.random() < 0.3 or not path.is_file():
+            return spoil_json(rng, path)
+        try:
+            tree, key = json.loads(path.read_text(encoding="utf-8")), pick(rng, LORA_CONFIG)
+            tree[key] = pick(rng, LORA_CONFIG[key])
+        except (ValueError, TypeError):
+            return f"{path.name}: broken already"
+        path.write_text(json.dumps(tree), encoding="utf-8")
+        return f"{path.parent.name}/{path.name}: {key}: {tree[key]!r:.60}"
+    if not path.is_file():
+        return f"{path.name}: gone already"
+    if path.suffix == ".bin" or rng.random() < 0.2:
+        return spoil_bytes(rng, path)
+    try:
+        with safe_open(path, "pt") as file:
+            metadata, found = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except Exception:
+        return f"{path.name}: broken already"
+    said = spoil_tensors(rng, path)
+    if rng.random() < 0.5 and "lora_adapter_metadata" in metadata:
+        tree = json.loads(metadata["lora_adapter_metadata"])
+        said = f"{path.name}: {spoil_tree(rng, tree)}"
+        metadata["lora_adapter_metadata"] = pick(rng, [*[json.dumps(tree)] * 4, "", "x", "[]", "null"])
+        save_file(found, path, metadata)
+    elif rng.random() < 0.8:  # those that spoil_tensors leaves out
+        save_file({key: t.clone() for key, t in read_tensors(path).items()}, path, metadata)
+    return f"{path.parent.name}/{said}"
 
 
 def spoil_tensors(rng, path):
@@ -479,6 +598,17 @@ def results(rng, world):
 def commands(rng, world):
     argv = list(pick(rng, COMMANDS))
     command = (laboratory if argv[0] in LABORATORY else cli).parser()
+    spoil_options(rng, argv, command)
+    if rng.random() < 0.06:
+        argv.insert(
+            int(rng.integers(len(argv) + 1)), pick(rng, ["--nope", "extra", "--", "-h", "", "--quiet", "--out"])
+        )
+    outs = [b for a, b in itertools.pairwise(argv) if a in ("--out", "--report")]
+    return Job("", argv, outs=[*outs, *(o.replace(".png", ".json") for o in outs if argv[0] == "demo")])
+
+
+def spoil_options(rng, argv, command):
+    """Change an argument or two of a command line."""
     while subs := [a for a in command._actions if isinstance(a, argparse._SubParsersAction)]:
         command = subs[0].choices[argv[command.prog.count(" ")]]
     depth = command.prog.count(" ")
@@ -506,12 +636,117 @@ def commands(rng, world):
             at = argv.index(option)
             del argv[at : at + 1 + (action.nargs != 0)]
         argv += [option, *values]
-    if rng.random() < 0.06:
-        argv.insert(
-            int(rng.integers(len(argv) + 1)), pick(rng, ["--nope", "extra", "--", "-h", "", "--quiet", "--out"])
+
+
+def adapters(rng, world):
+    """Meet quotient-lora with spoilt files, or spoilt arguments."""
+    argv, what = list(pick(rng, ADAPTERS)), []
+    argv = [f"lora/{v}" if (world / "lora" / v).exists() else v for v in argv]
+    if rng.random() < 0.3:
+        spoil_options(rng, argv, lora_command._parser())
+    places = [world / v for v in argv if v.startswith("lora/") and (world / v).exists()]
+    for _ in range(int(rng.integers(0 if argv[-2:] != ["--out", "out"] else 1, 4)) if places else 0):
+        place = pick(rng, places)
+        read = [p for p in place.rglob("*.*") if p.suffix in (".json", ".safetensors", ".bin") and p.is_file()]
+        what.append(spoil_adapter(rng, pick(rng, sorted(read) if place.is_dir() and read else [place])))
+    outs = [b for a, b in itertools.pairwise(argv) if a == "--out"]
+    return Job(what, argv, outs=outs, main=lora_command.main)
+
+
+def in_memory(rng, world):
+    """Meet the functions of adapters with spoilt arguments, which they must not change."""
+    import peft
+
+    options = {"r": 2, "target_modules": ["layer", "head"], "init_lora_weights": False}
+    model = peft.get_peft_model(adapter_variants.two(), peft.LoraConfig(**options))
+    model.add_adapter("two", peft.LoraConfig(**{**options, "r": 3, "use_rslora": True}))
+    one, two = (lora.Adapter.from_model(model, name) for name in ("default", "two"))
+    base, ema = adapter_variants.two(), lora.QuotientEMA(model)
+    ema.update()
+    state, config = {key: t.clone() for key, t in one.state.items()}, dict(one.config)
+    # fmt: off
+    targets = [(lora.merge, {"adapters": [one, two], "out": None, "weights": [0.5, 0.5], "rank": 2, "energy": 1.0,
+                             "method": "sum", "space": "core", "density": 0.5, "seed": 0})] * 4 + [
+        (lora.Adapter.from_state, {"state": state, "config": config, "name": "x"})] * 4 + [
+        (lora.resize, {"adapter": one, "out": None, "rank": 2, "energy": 0.9}),
+        (lora.balance, {"adapter": one, "out": "out"}), (lora.compare, {"one": one, "other": two}),
+        (lora.carry, {"adapter": one, "base": base, "other": copy.deepcopy(base), "out": None}),
+        (lora.convert, {"adapter": one, "out": "out", "to": "kohya", "base": None, "model": "unet", "one_rank": False}),
+        (lora.extract, {"base": "lora/base.safetensors", "tuned": "lora/tuned.safetensors", "out": "out", "rank": 2,
+                        "energy": None, "target_modules": ["layer"], "modules_to_save": []}),
+        (lora.Adapter.from_model, {"model": model, "name": "two"}), (one.add_to, {"model": model, "name": "new"}),
+        (lora.QuotientEMA, {"model": model, "decay": 0.9, "rank": 2, "symmetries": None}),
+        (ema.load_state_dict, {"state": ema.state_dict()}),
+    ]
+    special = {
+        "adapters": [[], [one], [one, "lora/one"], ["lora/one", "lora/kohya.safetensors"], one, "lora/one", [one] * 3],
+        "weights": [[1.0], [1, -1], [0, 0], [math.nan, 1], (1e308, 1e308), torch.ones(2), [1e-320, 0], ["a", "b"]],
+        "method": ["ties", "dare", "inv", "mix", "SUM"], "space": ["knots"], "rank": [10**30, 2**70, np.int64(2), 1000],
+        "seed": [2**70, -(2**70), np.int64(3)], "to": ["peft", "diffusers", "diffsynth"],
+        "adapter": [two, "lora/one", Path("lora/dora"), "lora/kohya.safetensors", b"lora/one", model, state],
+        "base": [nn.Linear(2, 2), model, base.half(), adapter_variants.linear(), "bert", "lora/base.safetensors"],
+        "model": [nn.Linear(2, 2), base, "text_encoder", "x.y", "a b", adapter_variants.two().to("meta")],
+        "name": ["default", "two", "new.one", ""], "symmetries": [symmetries.Symmetries(), symmetries.find(tiny())],
+        "target_modules": [["nope"], ["head", "layer"], "layer", [""]], "modules_to_save": [["head"], "head", [""]],
+    }
+    # fmt: on
+    special |= {"one": special["adapter"], "other": [*special["adapter"], *special["base"]]}
+    function, given = pick(rng, targets)
+    name = pick(rng, given)
+    pool = special.get(name) or (PLACES if isinstance(given[name], str) else ODD_PYTHON)
+    odd = pick(rng, pool if rng.random() < 0.6 else [*ODD_PYTHON, *(PLACES if name == "out" else [])])
+    if name == "state":
+        odd = copy.deepcopy(given[name]) if rng.random() < 0.8 else odd
+        key = pick(rng, odd) if isinstance(odd, dict) and odd else None
+        if torch.is_tensor(odd.get(key) if isinstance(odd, dict) else None) and rng.random() < 0.8:
+            odd[pick(rng, [key, key, key + "x", 3])] = odd_tensor(rng, odd[key])
+        elif isinstance(odd, dict):
+            spoil_tree(rng, odd, ODD_PYTHON)
+    elif name == "config" and rng.random() < 0.8:
+        key = pick(rng, LORA_CONFIG)
+        odd = {**config, key: pick(rng, [*LORA_CONFIG[key], *ODD_PYTHON])}
+    given = {**given, name: odd}
+    if rng.random() < 0.15:  # weights that no training gives
+        pick(rng, [p for p in model.parameters() if p.requires_grad]).data.fill_(
+            pick(rng, [0.0, math.nan, math.inf, 1e-45, 3e38])
         )
-    outs = [b for a, b in itertools.pairwise(argv) if a in ("--out", "--report")]
-    return Job("", argv, outs=[*outs, *(o.replace(".png", ".json") for o in outs if argv[0] == "demo")])
+    words = f"{name}={odd!r:.150}" if not isinstance(odd, dict) else f"{name}: {shortened(given[name])}"
+
+    def call():
+        held = [model, base, *(v for v in given.values() if isinstance(v, nn.Module))]
+        before = [copy.deepcopy(m.state_dict()) for m in held]
+        said = copy.deepcopy((config, one.config, two.config))
+        found = function(**given)
+        if isinstance(found, lora.Adapter) and function is lora.Adapter.from_state:
+            found = lora.merge([found])
+        if isinstance(found, lora.Adapter) and function is not lora.Adapter.from_model:
+            keys = [key for parts in found.layers.values() for key in parts.values()]
+            bad = [key for key in [*keys, *found.others] if not bool(found.tensor(key).isfinite().all())]
+            assert not bad, f"{bad[0]} has NaN"
+            json.dumps(dict(found.lost), allow_nan=False)
+        elif isinstance(found, dict):
+            json.dumps(found, allow_nan=False)
+        mean = found if isinstance(found, lora.QuotientEMA) else ema if function == ema.load_state_dict else None
+        if mean is not None:
+            mean.update()
+            mean.values()
+            assert all(math.isfinite(v) for v in mean.lost().values()), "lost is NaN"
+        if function != one.add_to:
+            assert all(
+                torch.equal(t.nan_to_num(7), m.state_dict()[key].nan_to_num(7))
+                for m, old in zip(held, before, strict=True)
+                for key, t in old.items()
+                if not t.is_meta
+            ), "the model's weights changed"
+        assert repr(said) == repr((config, one.config, two.config)), "a config changed"
+
+    outs = [v for v in [given.get("out")] if isinstance(v, str)]
+    return Job([getattr(function, "__name__", function), words], call=call, outs=outs, names=[name])
+
+
+def shortened(tree):
+    """Show what a dict holds, without the numbers of tensors."""
+    return {k: f"{v.dtype} {tuple(v.shape)}" if torch.is_tensor(v) else repr(v)[:40] for k, v in tree.items()}
 
 
 def odd_tensor(rng, t):
@@ -714,7 +949,17 @@ def train(rng, model, optimizer, where, name, odd):
 
 
 #: With their shares of a thousand cases.
-SURFACES = {folders: 180, datasets: 180, sweeps: 150, results: 110, commands: 170, manifolds: 70, calls: 140}
+SURFACES = {
+    folders: 180,
+    datasets: 180,
+    sweeps: 150,
+    results: 110,
+    commands: 170,
+    manifolds: 70,
+    calls: 140,
+    adapters: 120,
+    in_memory: 80,
+}
 BY_NAME = {f.__name__: f for f in SURFACES}
 
 # -- a case ------------------------------------------------------------------------------------------------------------
@@ -770,8 +1015,10 @@ def place_of(error):
     return "/".join(parts[first:]) + f":{own[-1].lineno}"
 
 
-def proper(error, job):
+def proper(error, job, surface):
     """Tell whether a function may raise this."""
+    if surface == "in_memory":
+        return isinstance(error, TypeError) or is_mendable(error)
     if isinstance(error, TypeError):  # Python's own word for a value of another type than the function says
         return True
     frames = [f.filename for f in traceback.extract_tb(error.__traceback__)]
@@ -821,7 +1068,7 @@ def run_case(surface, number, base):
         before, ringing = snapshot(above), signal.signal(signal.SIGALRM, ring)
         signal.setitimer(signal.ITIMER_REAL, LIMIT)
         try:
-            code = main_of(job.argv)(job.argv) if job.argv is not None else (job.call(), 0)[1]
+            code = (job.main or main_of(job.argv))(job.argv) if job.argv is not None else (job.call(), 0)[1]
         except SystemExit as left:
             code = left.code
         except (Exception, HangError) as caught:
@@ -829,7 +1076,9 @@ def run_case(surface, number, base):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, ringing)
-        found = list(judge(job, code, error, out.getvalue(), err.getvalue(), loads, world))
+        if surface in ("adapters", "in_memory") and (code or error):
+            job = replace(job, outs=())  # a folder appears when it is complete
+        found = list(judge(surface, job, code, error, out.getvalue(), err.getvalue(), loads, world))
         found += [
             ("world", "-", f"{len(bad)} changed or left: {bad[0]}")
             for bad in [disturbed(before, snapshot(above), world, job)]
@@ -841,19 +1090,24 @@ def run_case(surface, number, base):
     ).__name__ if error else code
 
 
-def judge(job, code, error, out, err, loads, world):
+def judge(surface, job, code, error, out, err, loads, world):
     """Hold the end of a case against what was promised."""
     if isinstance(error, HangError):
         yield "hang", place_of(error), str(error)
-    elif error is not None and (job.argv is not None or not proper(error, job)):
+    elif error is not None and (job.argv is not None or not proper(error, job, surface)):
         yield "traceback", place_of(error), f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     if job.argv is None or error is not None:
         return
     lines = err.rstrip("\n").split("\n")
-    if code not in (0, 1, 2) or (code == 2 and not lines[-1].startswith(("sharpness", "reproduction"))):
+    if code not in (0, 1, 2) or (
+        code == 2 and not lines[-1].startswith(("sharpness", "reproduction", "quotient-lora"))
+    ):
         yield "refusal", "-", f"exit code {code}, stderr ends in {lines[-1][:100]!r}"
     if "Traceback" in err or (code == 2 and len(err) > 4000):
         yield "refusal", "-", f"{len(err)} characters, a traceback among them: {'Traceback' in err}"
+    if surface == "adapters":
+        yield from holes(job, code, out, lines, world)
+        return
     if "as far as its training" in err:
         given = dict(itertools.pairwise(job.argv))
         if not (world / given.get("--out", "")).parent.is_dir():
@@ -864,6 +1118,28 @@ def judge(job, code, error, out, err, loads, world):
         for words in [not_the_users(m, world / job.argv[1]) for m in loads if m.folder]:
             if words:
                 yield "not the user's", "-", words
+
+
+def holes(job, code, out, lines, world):
+    """Find more than one line of a refusal, NaN in what quotient-lora printed or wrote, or what it does not read."""
+    if code == 2 and len(lines) > 1 and not lines[0].startswith("usage"):
+        yield "refusal", "-", f"{len(lines)} lines, the last {lines[-1][:200]!r}"
+    if code != 0:
+        return
+    if {"nan", "NaN", "inf", "Infinity", "nan,", "NaN,", "Infinity,"} & set(out.split()):
+        yield "nan", "-", next(v for v in out.splitlines() if "nan" in v.lower() or "inf" in v.lower())[:100]
+    for place in (world / o for o in job.outs):
+        for file in place.rglob("*.safetensors"):
+            bad = [key for key, t in read_tensors(file).items() if not bool(t.isfinite().all())]
+            if bad:
+                yield "nan", "-", f"{bad[0]} in {file.name}"
+            try:
+                lora.compare(file, file)
+            except Exception as error:
+                yield "not read", "-", f"{type(error).__name__}: {error}"[:200]
+        for file in place.rglob("*.json"):
+            if {"NaN", "Infinity", "-Infinity"} & set(file.read_text(encoding="utf-8").replace(",", " ").split()):
+                yield "nan", "-", file.name
 
 
 def load_batches(source, device="cpu", **choice):
