@@ -338,8 +338,8 @@ def _check_parts(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> Non
             f"{place}: {empty[0]} is empty, as when DeepSpeed's ZeRO-3 or FSDP saves a weight that was not gathered; "
             "save the adapter again"
         )
-    if odd := [key for parts in layers for key in (parts["A"], parts["B"]) if len(shapes[key]) < 2]:
-        raise ValueError(f"{place}: {odd[0]} has the shape {shapes[odd[0]]}, which is none of a matrix")
+    if flat := [key for parts in layers for key in (parts["A"], parts["B"]) if len(shapes[key]) < 2]:
+        raise ValueError(f"{place}: {flat[0]} has the shape {shapes[flat[0]]}, which is none of a matrix")
     if adapter.config.get("bias") == "lora_only" and not any(key.endswith(".bias") for key in adapter.others):
         said = "has no biases, though bias='lora_only' trains those of its layers: PEFT before 0.21 did not save them"
         warnings.warn(f"{place} {said}", stacklevel=4)
