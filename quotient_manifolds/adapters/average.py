@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class QuotientEMA:
         self, model: nn.Module, decay: float | None = 0.999, *, rank: int | None = None,
         symmetries: Symmetries | None = None,
     ) -> None:  # fmt: skip
-        if decay is not None and not 0 <= decay < 1:
+        if decay is not None and not (isinstance(decay, Real) and 0 <= decay < 1):
             raise ValueError(
                 f"decay must be at least 0 and below 1, or None for the mean of checkpoints, got {decay!r}"
             )
@@ -187,7 +188,7 @@ class QuotientEMA:
             means, cut, others = [[*mean] for mean in state["means"]], [*state["cut"]], dict(state["others"])
             count = as_count("count", state["count"], least=0)
             tensors = [*(side for mean in means for side in mean), *cut, *others.values()]
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of QuotientEMA.state_dict ({error!r})") from error
         if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in tensors):
             raise ValueError("the state has other entries than tensors of finite numbers; the mean stays as it was")

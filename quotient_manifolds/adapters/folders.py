@@ -114,6 +114,8 @@ class Adapter:
         pairs = [*state.items()] if isinstance(state, Mapping) else [(None, state)]
         if odd := [type(t).__name__ for key, t in pairs if not (isinstance(key, str) and isinstance(t, Tensor))]:
             raise TypeError(f"{name}: the state must be a mapping of names to tensors, and has a {odd[0]}")
+        if not isinstance(config, Mapping | None):
+            raise TypeError(f"{name}: the config must be a mapping of options, got a {type(config).__name__}")
         tensors = {key: t.detach() for key, t in state.items()}
         shapes, options = {key: tuple(t.shape) for key, t in tensors.items()}, ordered(dict(config or {}))
         weights = Path(name) / WEIGHTS if options else Path(name)

@@ -717,9 +717,9 @@ def in_memory(rng, world):
         before = [copy.deepcopy(m.state_dict()) for m in held]
         said = copy.deepcopy((config, one.config, two.config))
         found = function(**given)
-        if isinstance(found, lora.Adapter) and function is lora.Adapter.from_state:
+        if isinstance(found, lora.Adapter) and function == lora.Adapter.from_state:
             found = lora.merge([found])
-        if isinstance(found, lora.Adapter) and function is not lora.Adapter.from_model:
+        if isinstance(found, lora.Adapter) and function != lora.Adapter.from_model:
             keys = [key for parts in found.layers.values() for key in parts.values()]
             bad = [key for key in [*keys, *found.others] if not bool(found.tensor(key).isfinite().all())]
             assert not bad, f"{bad[0]} has NaN"
