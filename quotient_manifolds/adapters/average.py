@@ -81,7 +81,7 @@ class QuotientEMA:
                 f"decay must be at least 0 and below 1, or None for the mean of checkpoints, got {decay!r}"
             )
         self.model, self.decay, self.count = model, decay, 0
-        self.rank = None if rank is None else as_count("rank", rank)
+        self.rank = None if rank is None else as_count("rank", rank, most=2**31)
         if not isinstance(symmetries, Symmetries | None):
             raise TypeError(f"symmetries must be Symmetries, as adapter_pairs returns, got {type(symmetries).__name__}")
         weights = trained(weights_of(model))

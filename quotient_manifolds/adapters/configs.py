@@ -25,6 +25,8 @@ _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layer
 
 def check_options(place: Path, config: dict[str, Any]) -> None:
     """Raise if options are of another kind than peft's, or layers add something else than products."""
+    if arrays := [option for option, given in config.items() if hasattr(given, "__array__")]:
+        raise ValueError(f"{place}: {arrays[0]} is an array, which no config of peft holds")
     for option, kinds in _KINDS.items():
         if not isinstance(config.get(option), (*(kinds if isinstance(kinds, tuple) else [kinds]), NoneType)):
             raise ValueError(f"{place}: {option} is not what peft writes there: {config[option]!r}")

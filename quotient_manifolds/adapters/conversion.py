@@ -107,6 +107,8 @@ def convert(
         raise ValueError(f"to must be one of {', '.join(_ENDS)}, got {to!r}")
     if not isinstance(model, str | None):
         raise TypeError(f"model must be the name of a model of a pipeline, got a {type(model).__name__}")
+    if not isinstance(one_rank, bool):
+        raise ValueError(f"one_rank must be True or False, got {one_rank!r}")
     source = adapter if isinstance(adapter, Adapter) else read(adapter)
     layers = _layers(source, base, model)
     _check(source, layers, to)

@@ -110,7 +110,7 @@ class Method:
                 f"at most 1, got {self}"
             )
         if self.rank is not None:
-            as_count("rank", self.rank)
+            as_count("rank", self.rank, most=2**31)
 
     def factors(self, parts: Sequence[Factors], whole: bool) -> tuple[Tensor, Tensor, float]:
         """Return balanced factors of the merged product, and what they lack, relative to the product.

@@ -66,6 +66,8 @@ def _pickled(weights: Path) -> dict[str, Tensor]:
 @contextmanager
 def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Let the block fill a folder that has another name until it is complete."""
+    if "\0" in os.fspath(out):
+        raise ValueError(f"out is no path: {out!r} has a NUL character")
     out = Path(out).resolve()  # a link stays, and its folder is filled
     check_free(out)
     if not out.parent.is_dir():

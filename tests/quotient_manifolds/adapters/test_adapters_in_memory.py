@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from quotient_manifolds.adapters import Adapter, balance, compare, merge, resize
+from quotient_manifolds.adapters import Adapter, balance, compare, convert, merge, resize
 from tests.quotient_manifolds.adapters.test_adapters import KINDS, Net, exact, moved, near, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:Adapter '", "ignore:The following (rank|alpha)_pattern keys")
@@ -174,3 +174,19 @@ def test_what_is_no_adapter_is_named():
     }.items():
         with pytest.raises((TypeError, ValueError), match=said):
             act()
+
+
+def test_what_is_no_path_no_rank_no_flag_and_no_config_is_named(tmp_path):
+    """What the fuzz found last: each ended in a raw error of Python or torch."""
+    one = saved(tmp_path / "one", 0)
+    state, config = Adapter.from_model(model_of(one), "of_0").state, {"r": 3, "lora_alpha": 8, "peft_type": "LORA"}
+    wrong = {
+        "has a NUL character": lambda: merge([one, one], f"{tmp_path}/a\0b"),
+        "rank must be a whole number of at least 1 and below": lambda: resize(one, tmp_path / "small", rank=2**70),
+        "one_rank must be True or False": lambda: convert(one, tmp_path / "kohya", to="kohya", one_rank=torch.ones(2)),
+        "lora_alpha is an array": lambda: Adapter.from_state(state, {**config, "lora_alpha": torch.ones(2)}),
+    }
+    for words, call in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
