@@ -182,7 +182,7 @@ def are_rows(rows: Iterable[Row]) -> bool:
     """Return whether these are rows as a sweep has them."""
     try:
         msgspec.convert(list(rows), list[AnyRow])
-    except (msgspec.ValidationError, TypeError):
+    except Exception:  # numbers of numpy raise errors of their own
         return False
     return True
 

@@ -660,7 +660,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
         r"one has factors \[3, 12\] and \[20, 3\], not of rank 4": changed(one, tmp_path / "r", r=4),
         r"one needs one rank above 0 and one finite alpha, got \[\(0, 8\)\]": changed(one, tmp_path / "r0", r=0),
         "none: adapter_config.json lacks r, so the scale": changed(one, tmp_path / "none", r=None),
-        r"one alpha, got \[\(3, 'x'\)\]": changed(one, tmp_path / "alpha", lora_alpha="x"),
+        r"one finite alpha, got \[\(3, 'x'\)\]": changed(one, tmp_path / "alpha", lora_alpha="x"),
         "inf has NaN or infinite entries|factors of .*one have NaN or infinite": changed(
             one, tmp_path / "inf", lora_alpha=float("inf")
         ),
@@ -696,7 +696,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     assert not ran.exists(), "the code of a pickle was run"
     experts = saved(tmp_path / "experts", **KINDS["experts"][0])
     experts = changed(experts, tmp_path / "apart", alpha_pattern={"experts.up": 3})
-    with pytest.raises(ValueError, match=r"experts.* one alpha, got \[\(2, [36]\), \(2, [36]\)\]"):
+    with pytest.raises(ValueError, match=r"experts.* one finite alpha, got \[\(2, [36]\), \(2, [36]\)\]"):
         balance(experts, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
