@@ -190,3 +190,17 @@ def test_the_tables_have_all_rows(study, tmp_path, capsys, monkeypatch):
     assert set(partial.predictor) == {*names, "loss", "error", "distance moved"}
     assert len(pd.read_csv(tmp_path / "second_task_gauges.csv")) == 3 * 12 * len(study.GAUGES)
     assert len(pd.read_csv(tmp_path / "second_task_second.csv")) == 3 * 12
+
+
+def test_the_recorded_answer_is_that_of_the_recorded_networks():
+    text = (ROOT / "results" / "second_task.jsonl").read_text(encoding="utf-8")
+    rows = _second_report.complete([json.loads(line) for line in text.splitlines()])
+    level = _second_report.LOOKS[1 + max(r["number"] for r in rows)]
+    found = _second_report.primary(_second_report.tables(rows), level)
+    (recorded,) = pd.read_csv(ROOT / "docs" / "tables" / "second_task_hypothesis.csv").to_dict("records")
+    assert found["answer"] == recorded["answer"]
+    for name in ("τ", "low", "high"):
+        assert found[name] == pytest.approx(recorded[name], abs=2e-3)
+    page = (ROOT / "docs" / "results" / "second-task.md").read_text(encoding="utf-8")
+    said = f"| {found['τ']:+.2f} | {found['low']:+.2f} to {found['high']:+.2f} | {found['answer']} |"
+    assert said in page
