@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from .evaluation import average, evaluate, gradient_norm, hessian
     from .measures import MEASURES, Measure, get_measure
     from .monitor import measured
-    from .options import Search
     from .results import SharpnessResult
     from .sam import GeodesicSAM
+    from .search import Search
     from .space import WeightSpace
     from .spectra import Spectrum, spectrum
     from .statistic import BatchResult

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import about, aligned, require_extra, say
 from .files import check_apart, check_file, write_json
-from .options import DataChoice, RunOptions, Search
+from .options import DataChoice, RunOptions
+from .search import Search
 
 if TYPE_CHECKING:
     from .models import LoadedModel

@@ -25,8 +25,8 @@ from .errors import check_flags
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, checked_radii, get_measure
 from .measuring import attached_space, remarks_on
-from .options import Search
 from .results import SharpnessResult
+from .search import Search
 from .space import Unreached
 from .statistic import Average, BatchResult, Curvature, GradientNorm, Statistic
 from .worst import Worst

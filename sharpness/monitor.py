@@ -22,7 +22,7 @@ from .errors import words_of
 from .evaluation import LOCAL, statistic_of
 from .losses import LossFunction, Objective, as_list
 from .measures import MEASURES, Measure, checked_radii, get_measure
-from .options import Search
+from .search import Search
 from .statistic import Curvature, Statistic
 from .worst import Worst
 

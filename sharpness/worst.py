@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .ascent import ASCENTS, Ascent
 from .batch_loss import BatchLoss, RadiusError
-from .options import Search
+from .search import Search
 from .space import WeightSpace
 from .statistic import BatchResult, known_of, random_direction, show
 
