@@ -176,6 +176,8 @@ def _difference(base: WeightFiles, tuned: WeightFiles, name: str) -> tuple[Tenso
     """Return how a weight differs, in float64, and its dtype in an adapter: half precision would lose more."""
     W = tuned.tensor(name)
     D = in_double(W) - in_double(base.tensor(name))
+    if D.is_complex():
+        raise ValueError(f"{name} is complex, and factors of LoRA are real: name other layers in target_modules")
     if not bool(D.isfinite().all()):
         raise ValueError(f"{name} has NaN or infinite entries in one of the models")
     return D, torch.promote_types(W.dtype, torch.float32)
@@ -228,7 +230,7 @@ def _left(base: WeightFiles, tuned: WeightFiles, taken: set[str]) -> Iterator[tu
         sums = torch.zeros(3, dtype=torch.float64)
         for parts in zip(*(model.tensor(name).flatten().split(_AT_ONCE) for model in (base, tuned)), strict=True):
             X, Y = map(in_double, parts)
-            sums += torch.stack([v.square().sum() for v in (X - Y, X, Y)])
+            sums += torch.stack([torch.linalg.vector_norm(v).square() for v in (X - Y, X, Y)])
         if not bool(sums.isfinite().all()):
             raise ValueError(f"{name} has NaN or infinite entries in one of the models")
         if sums[0]:

@@ -308,7 +308,7 @@ def _mean(key: str, own: list[tuple[Adapter, float]]) -> Tensor:
     total = sum(w for _, w in own)
     mean = reduce(torch.add, (w / total * in_double(p.tensor(key)) for p, w in own))
     dtype = common_dtype([p.tensor(key) for p, _ in own])
-    return (mean if dtype.is_floating_point else mean.round()).to(dtype)
+    return (mean if dtype.is_floating_point or dtype.is_complex else mean.round()).to(dtype)
 
 
 def _layers(parents: Iterable[Adapter]) -> list[str]:

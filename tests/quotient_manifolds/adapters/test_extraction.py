@@ -240,6 +240,17 @@ def test_models_between_which_no_adapter_leads(said, tmp_path):
     assert set(tmp_path.iterdir()) == before, "nothing is left half written"
 
 
+def test_complex_weights_are_compared_but_not_adapted(tmp_path):
+    """The factors of a complex difference were wrong, and said to be exact."""
+    phase = torch.randn(3, 2, dtype=torch.complex64)
+    one = write(tmp_path / "one.safetensors", q__weight=W, z__weight=phase)
+    two = write(tmp_path / "two.safetensors", q__weight=2 * W, z__weight=phase * 1.25)
+    found = extract(one, two, tmp_path / "out", rank=1, target_modules=["q"])
+    assert found["left"] == {"z.weight": pytest.approx(0.2)}
+    with pytest.raises(ValueError, match=r"z\.weight is complex, and factors of LoRA are real"):
+        extract(one, two, tmp_path / "no", rank=1, target_modules=["z"])
+
+
 def test_what_is_no_model(tmp_path):
     (tmp_path / "empty").mkdir()
     one = write(tmp_path / "one.safetensors", q__weight=W)
