@@ -15,7 +15,8 @@ from ..symmetries.pairs import SymmetricPair, check_pairs
 from ..weights import naming, trained, weights_of
 from .base import QuotientOptimizer
 from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
-from .pairs import alone, is_number
+from .pairs import alone
+from .parameters import check_options
 
 __all__ = [
     "QuotientAdam",
@@ -196,12 +197,13 @@ def _create(
         raise ValueError(f'optimizer must be "adam" or "muon", got {kind!r}')
     if others not in ("adamw", "muon") or (others == "muon" and not hasattr(torch.optim, "Muon")):
         raise ValueError(f'others must be "adamw", or "muon" where torch is 2.9 or newer, got {others!r}')
+    check_options({"lr": lr}, {})
     if rate is None:  # Muon's best rate for the rest was that of the pairs (docs/results/pretraining.md)
         rate = lr if others == "muon" else lr * OPTIMIZERS[kind].rest
     mine = {name for p in symmetries.restricted(moving).pairs for name in p.names}
     hidden = _hidden(model, symmetries) if others == "muon" else ()
     groups: list[dict[str, Any]] = [
-        {"lr": lr, "rest": rate / lr if is_number(lr) and lr else 1.0},
+        {"lr": lr, "rest": rate / lr if lr else 1.0},
         {"lr": rate},
         {"lr": rate, "weight_decay": 0.0},
         {"lr": rate, "others": {"name": "Muon", "adjust_lr_fn": "match_rms_adamw"}},

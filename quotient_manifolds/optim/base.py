@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import cmath
 import copy
 import functools
+import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
@@ -23,24 +22,12 @@ from ..symmetries.pairs import Claim, SymmetricPair, check_pairs
 from ..symmetries.stacks import coverage, stacks
 from ..weights import is_sharded, trained, unwrapped, weights_of
 from .clipping import clipped
-from .metric import StepMetric, on_cpu
+from .metric import HOST, StepMetric
 from .others import Others, described
-from .pairs import (
-    Layer,
-    alone,
-    by_name,
-    check_options,
-    check_places,
-    chosen,
-    doubts,
-    explain,
-    home_of,
-    named,
-    reasons,
-)
+from .pairs import alone, chosen, doubts, explain, reasons
+from .parameters import Layer, Store, Tensors, by_name, check_options, check_places, cut, full, named
 from .rules import Rule, State, moments
 from .stack import Stack, restored
-from .store import Store, Tensors, cut, full
 
 #: Who saved a state without pairs.
 _UNKNOWN = (
@@ -217,7 +204,8 @@ class QuotientOptimizer(Optimizer):
         masks = coverage((s.pairs for s in self._stacks), weights)
         self._covered = {name: int((~mask).sum()) for name, mask in masks.items()}
         self._partly = {name: cut(weights[name], mask) for name, mask in masks.items() if self._covered[name]}
-        self._homes = {name: home_of(p) for name, p in weights.items()}
+        # What the state of a weight depends on: its dtype, device, and how it is sharded.
+        self._homes = {k: (p.dtype, p.device, getattr(p, "placements", None)) for k, p in weights.items()}
         self._paired = {name for name, left in self._covered.items() if not left}
         self._others.build(self.param_groups, self._paired, self.state)
 
@@ -245,65 +233,80 @@ class QuotientOptimizer(Optimizer):
         weights = by_name(self.param_groups)
         if self._within is not None:
             check_places(self._within, self._layers, {k: p for k, p in weights.items() if k in self._inside})
-        homes = {name: home_of(p) for name, p in weights.items()}
+        homes = {name: (p.dtype, p.device, getattr(p, "placements", None)) for name, p in weights.items()}
         if any(self._homes.get(name, home) != home for name, home in homes.items()):  # as after model.double()
             self.load_state_dict(self.state_dict())
-        gradients, *whole = self._store.read(weights)
-        if any(map(attrgetter("is_sparse"), gradients.values())):
-            raise ValueError("a gradient is sparse, which is not supported; build the embedding with sparse=False")
-        if gradients:
-            with torch.autocast(next(iter(weights.values())).device.type, enabled=False):
-                self._step(weights, gradients, *whole)
+        with torch.autocast(next(iter(weights.values())).device.type, enabled=False):
+            with self._store.lent(weights) as (gradients, *whole):
+                if any(map(attrgetter("is_sparse"), gradients.values())):
+                    raise ValueError(
+                        "a gradient is sparse, which is not supported; build the embedding with sparse=False"
+                    )
+                outside = self._step_pairs(weights, gradients, *whole) if gradients else {}
+            if outside:
+                self._others.build(self.param_groups, self._paired, self.state)
+                self._others.step(self.param_groups, weights, outside, self._partly, self.state)
         return loss
 
-    def _step(self, weights: Tensors, gradients: Tensors, whole: dict[str, Tensor], whole_gradients: Tensors) -> None:
-        """Update the parameters that have a gradient, given as they are, and whole where pairs are this process's."""
+    def _step_pairs(
+        self, weights: Tensors, gradients: Tensors, whole: Tensors, whole_gradients: Tensors
+    ) -> dict[str, Tensor]:
+        """Update the pairs that have a gradient, given as it is, and whole where pairs are this process's.
+
+        Returns the gradients outside pairs, if the step is taken.
+        """
         started = [s for s in self._stacks if s.begin(whole, whole_gradients)]
         running = [s for s in started if s.runs]
         outside = {name: g for name, g in gradients.items() if name not in self._paired}
         outside.update((k, outside[k].masked_fill(mask, 0)) for k, mask in self._partly.items() if k in outside)
         for s in running:  # elsewhere in double precision where straighten_ will act, which sees one step more
-            s.measure(self._metric, *((False, True) if on_cpu(s.g.sizes) else (s.steps % 8 == 0,)))
+            s.measure(self._metric, *((False, True) if s.g.on_cpu else (s.steps % 8 == 0,)))
         if not self._is_sound(running, gradients, outside):
-            return
-        # At steps 1, 2, 3, 5, 9, and so on: pairs without a gradient, such as experts without tokens, keep waiting, and
-        # looking reads from the device.
-        looking = [s for s in started if s.steps & (s.steps - 1) == 0]
-        if self.certify and any(not self._certification.open.isdisjoint(s.pairs.pairs) for s in looking):
-            pairs = {name: full(weights[name]) for name in self._covered}
-            seen = self._certification.see(pairs, {name: full(g) for name, g in gradients.items() if name in pairs})
-            if words := doubts(seen):
-                self._warn_once("certificate", words)
+            return {}
+        if self.certify and self._certification.open:
+            self._certify(started, weights, gradients)
         for s in started:
             s.steps += 1
-        for s in running:
-            if s.straight:
-                continue
-            stays = s.straighten_(self._metric)
-            s.g.restrict(~stays)
-            if not on_cpu(stays):
-                self._skipped = self._skipped.to(stays.device) + stays.any()
-            elif bool(stays.any()):
-                self._warn_once("too large", f"pair {s.name(stays)!r}: its product {_TOO_LARGE}")
-        bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
-        if bound is not None:
+        for s in (s for s in running if not s.straight):
+            self._straighten(s)
+        if (bound := self.param_groups[0]["max_grad_norm"]) is not None:  # that of a loaded state, too
             outside = clipped(float(bound), running, outside, self._store)
         for s in running:
-            self._step_pairs(self.param_groups[s.group], s)
-        self._store.write_(whole, weights)
-        whole.clear()  # which stacks hold
-        if outside:
-            self._others.build(self.param_groups, self._paired, self.state)
-            self._others.step(self.param_groups, weights, outside, self._partly, self.state)
+            group = self.param_groups[s.group]
+            s.state, lr = s.state or self._new_state(s), float(group["lr"])
+            options = {name: group[name] for name in self._rule_options}
+            update, state = self.rule(s.metric, s.g, dict(s.state), **options)
+            s.advance_(update, state, lr, lr * group["weight_decay"], whole, transport=self.transports)
+        return outside
+
+    def _certify(self, started: Iterable[Stack], weights: Tensors, gradients: Tensors) -> None:
+        """Check the pairs that had no gradient yet, at their steps 1, 2, 3, 5, 9, and so on.
+
+        Some keep waiting, such as experts without tokens, and looking reads from the device.
+        """
+        looking = (s for s in started if s.steps & (s.steps - 1) == 0)
+        if all(self._certification.open.isdisjoint(s.pairs.pairs) for s in looking):
+            return
+        pairs = {name: full(weights[name]) for name in self._covered}
+        seen = self._certification.see(pairs, {name: full(g) for name, g in gradients.items() if name in pairs})
+        if words := doubts(seen):
+            self._warn_once("certificate", words)
+
+    def _straighten(self, s: Stack) -> None:
+        """Move pairs with a crooked anchor to another gauge; where that is impossible they take no step."""
+        stays = s.straighten_(self._metric)
+        s.g.restrict(~stays)
+        if not s.g.on_cpu:
+            self._skipped = self._skipped.to(stays.device) + stays.any()
+        elif bool(stays.any()):
+            self._warn_once("too large", f"pair {s.name(stays)!r}: its product {_TOO_LARGE}")
 
     def _is_sound(self, running: Sequence[Stack], gradients: Tensors, outside: Tensors) -> bool:
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
-        # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
-        parts = self._store.once(outside.values(), copies=True)
-        numbers = [g.sum(dtype=at_least_float32(g.dtype)) for g in parts]
-        numbers += [s.g.sizes if s.straight else s.g.sizes / s.sound().all() for s in running]
-        total = self._store.sum(numbers)
-        if not on_cpu(total):
+        # The norm of a gradient tells whether it is finite.
+        numbers = [s.g.sizes if s.straight else s.g.sizes / s.sound().all() for s in running]
+        total = self._store.total(numbers, outside.values(), copies=True)
+        if total.device.type != HOST:
             sound = total.abs() < torch.inf
             self._skipped = self._skipped.to(sound.device) + ~sound
             for s in running:
@@ -311,14 +314,14 @@ class QuotientOptimizer(Optimizer):
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
-        if cmath.isfinite(total.item()):
+        if math.isfinite(total.item()):
             return True
         explain(running, gradients, self._within)
 
     def _warn_once(self, what: str, words: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(words, RuntimeWarning, stacklevel=5)
+            warnings.warn(words, RuntimeWarning, stacklevel=6)
 
     def _metric(self, s: Stack, grams: Tensor) -> StepMetric:
         """Return the metric of a stack at points with these Gram matrices."""
@@ -329,12 +332,6 @@ class QuotientOptimizer(Optimizer):
         """Return the state of a stack before its first step."""
         group = self.param_groups[s.group]
         return self.new_state(s.room(), **{name: group[name] for name in self._rule_options})
-
-    def _step_pairs(self, group: Mapping[str, Any], s: Stack) -> None:
-        """Update the pairs of a stack, and their state."""
-        s.state, lr = s.state or self._new_state(s), float(group["lr"])
-        update, state = self.rule(s.metric, s.g, dict(s.state), **{name: group[name] for name in self._rule_options})
-        s.advance_(update, state, lr, lr * group["weight_decay"], transport=self.transports)
 
     def __repr__(self) -> str:
         kinds = Counter((p.kind == "lora", p.group.h) for s in self._stacks for p in s.given)

@@ -18,8 +18,8 @@ the two factors swap roles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ __all__ = ["Gradient", "StepMetric", "inverse_root", "trace", "wide"]
 _SIZE = 1e12
 #: Gradients of a smaller norm count as of this one: squares of their entries are 0 in float32.
 LEAST_NORM = 1e-18
+#: The type of device of which the host reads numbers without waiting.
+HOST = "cpu"
 #: The names of what a rule averages, in the state.
 MOMENTS = ("moment G", "moment H")
 
@@ -42,40 +44,26 @@ def wide(X: Tensor) -> Tensor:
     return X.to(torch.complex128 if X.is_complex() else torch.float64) if has_double(X.device.type) else X
 
 
-def on_cpu(X: Tensor) -> bool:
-    """Return whether the host reads a tensor without waiting for a device."""
-    return X.device.type == "cpu"
-
-
 def trace(S: Tensor) -> Tensor:
     """Compute the real part of the trace, (…)."""
     return S.diagonal(dim1=-2, dim2=-1).real.sum(-1)
 
 
-def eye_like(S: Tensor) -> Tensor:
-    """Return the identity, (h, h), for matrices (…, h, h)."""
-    return torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+class Factors(NamedTuple):
+    """S = L Lᴴ up to rounding, its inverses, and where it has some rank: info is 0 there, as torch.linalg says it."""
+
+    S: Tensor
+    L: Tensor
+    L_inv: Tensor
+    inverse: Tensor
+    info: Tensor
 
 
-def gram(x: Tensor, double: bool = False) -> Tensor:
-    """Return xᴴx, in the precision of x or in double precision."""
-    x = wide(x) if double else x
-    return x.mH @ x
-
-
-def moments_of(state: Mapping[str, Tensor]) -> list[Tensor]:
-    """List the moments of G and of H in a state, if there are any."""
-    return [state[name] for name in MOMENTS if name in state]
-
-
-class Factorised:
-    """S = L Lᴴ up to rounding, with its inverse; never fails on a semidefinite S ≠ 0."""
-
-    def __init__(self, S: Tensor, eye: Tensor) -> None:
-        self.S, raised = S, torch.addcmul(S, S, eye, value=torch.finfo(S.dtype).eps * S.shape[-1])
-        self.L, self.info = torch.linalg.cholesky_ex(raised)
-        self.L_inv = torch.linalg.solve_triangular(self.L, eye.expand_as(S), upper=False)
-        self.inverse = self.L_inv.mH @ self.L_inv
+def factorised(S: Tensor, eye: Tensor) -> Factors:
+    """Factorise S, given the identity, (h, h); never fails on a semidefinite S ≠ 0."""
+    L, info = torch.linalg.cholesky_ex(torch.addcmul(S, S, eye, value=torch.finfo(S.dtype).eps * S.shape[-1]))
+    L_inv = torch.linalg.solve_triangular(L, eye.expand_as(S), upper=False)
+    return Factors(S, L, L_inv, L_inv.mH @ L_inv, info)
 
 
 class StepMetric:
@@ -100,16 +88,21 @@ class StepMetric:
     ----------
     sound : Tensor
         Where H has full column rank, and everything is finite; (…).
+    condition : Tensor
+        How far the columns of H are from orthonormal ones, √h for those: a bound of its squared condition, (…);
+        not finite where H is not sound, or so large or small that inverses would leave the range of float32.
     eye : Tensor
         The identity, (h, h).
     """
 
     def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | None = None) -> None:
-        self._scale, self._M, self._floor, self.eye = scale, M, floor, eye_like(M)
-        self._N = Factorised(N, self.eye)
+        self.eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        self._scale, self._M, self._floor, self._N = scale, M, floor, factorised(N, self.eye)
         ridge = self._N.inverse if floor is None else floor * self._N.inverse
-        self._W = Factorised(torch.add(ridge, M, alpha=scale**2), self.eye)
+        self._W = factorised(torch.add(ridge, M, alpha=scale**2), self.eye)
         self.sound = (self._N.info == 0) & (torch.linalg.matrix_norm(self._W.inverse) < torch.inf)
+        size, inverse = torch.linalg.matrix_norm(N), torch.linalg.matrix_norm(self._N.inverse)
+        self.condition = size * inverse / (self.sound & (torch.maximum(size, inverse) <= _SIZE**2))
 
     @property
     def inverse_roots(self) -> Tensor:
@@ -119,14 +112,8 @@ class StepMetric:
             # R exists at M = 0, too; like all here what is added is a function of the orbit.
             least = torch.finfo(self._M.dtype).eps ** 0.75 * self._W.S
             raised = torch.add(least, self._M, alpha=self._scale**2)
-            of_H = Factorised(raised, self.eye).L.mH @ self._W.inverse
+            of_H = factorised(raised, self.eye).L.mH @ self._W.inverse
         return torch.stack([self._N.L_inv / self._scale, of_H], dim=-3)
-
-    def straight(self, condition: float) -> Tensor:
-        """Return where a sound H is in range, and its columns are as near to orthonormal ones as a condition; (…)."""
-        size, inverse = torch.linalg.matrix_norm(self._N.S), torch.linalg.matrix_norm(self._N.inverse)
-        near = size * inverse <= condition**2 * self._N.S.shape[-1] ** 0.5
-        return near & (torch.maximum(size, inverse) <= _SIZE**2) & self.sound
 
     def straightening(self, crooked: Tensor, largest: float) -> Tensor:
         r"""Return matrices, (…, 2, h, h), that turn crooked G and H into factors of the same product with N = I.
@@ -147,7 +134,7 @@ class StepMetric:
         """
         across_G, across_H = across.unbind(-3)
         T_G = self._N.inverse @ across_H
-        across_G = torch.add(T_G @ Factorised(N, self.eye).inverse, across_G, alpha=self._scale**2)
+        across_G = torch.add(T_G @ factorised(N, self.eye).inverse, across_G, alpha=self._scale**2)
         return torch.stack([T_G, self._W.inverse @ across_G], dim=-3)
 
 
@@ -158,9 +145,9 @@ def refined(x: Tensor, M: Tensor, room: Tensor) -> Tensor:
     """
     raised = M.clone()
     raised.diagonal(dim1=-2, dim2=-1).add_(trace(M)[..., None].clamp_min(1e-24), alpha=1e-6)
-    L = Factorised(raised, eye_like(M))
-    Q = torch.bmm(x, L.L_inv.mH.to(x.dtype), out=room)
-    return L.L @ wide(gram(Q)) @ L.L.mH
+    found = factorised(raised, torch.eye(M.shape[-1], dtype=M.dtype, device=M.device))
+    Q = torch.bmm(x, found.L_inv.mH.to(x.dtype), out=room)
+    return found.L @ wide(Q.mH @ Q) @ found.L.mH
 
 
 class Gradient:
@@ -181,6 +168,10 @@ class Gradient:
         The norms of both, (2,), as they were read.
     mask : Tensor, optional
         Where points take their step, () or (points,); None where all do.
+    room : list of Tensor
+        Memory for what is as large as the rows of G or of H; both are one.
+    on_cpu : bool
+        The host reads numbers without waiting for a device.
 
     Examples
     --------
@@ -191,7 +182,9 @@ class Gradient:
     """
 
     def __init__(self, rows: list[Tensor], counts: Tensor | None = None) -> None:
-        self.rows, self.room = rows, rows[0].new_empty(max(g.numel() for g in rows))
+        room = rows[0].new_empty(max(g.numel() for g in rows))
+        self.rows, self.room = rows, [room.as_strided(g.shape, g.stride()) for g in rows]
+        self.on_cpu = room.device.type == HOST
         self.counts = torch.tensor([g.shape[1] for g in rows])[:, None, None] if counts is None else counts
         self.mask: Tensor | None = None
 
@@ -199,13 +192,9 @@ class Gradient:
         """Note the sizes of gradients that were written to the rows; points whose gradients are 0 wait."""
         norms = torch.stack([torch.linalg.vector_norm(g, dim=(1, 2)) for g in self.rows])
         mask = norms.any(0)  # also where one is NaN
-        self.mask = None if on_cpu(norms) and bool(mask.all()) else mask
+        self.mask = None if self.on_cpu and bool(mask.all()) else mask
         self.sizes = torch.linalg.vector_norm(norms, dim=1).clamp_min(LEAST_NORM)
         return self
-
-    def room_of(self, x: Tensor) -> Tensor:
-        """Return room for what is as large as the rows of G or of H; there is one such room."""
-        return self.room.as_strided(x.shape, x.stride())
 
     def only(self, value: Tensor, otherwise: Any, out: Tensor | None = None) -> Tensor:
         """Return values for those points that take their step, and others for the rest."""
@@ -218,44 +207,44 @@ class Gradient:
         """Let fewer points take their step."""
         self.mask = mask if self.mask is None else self.mask & mask
 
-    def grams(self) -> Tensor:
-        r"""Return the Gram matrices :math:`\nabla^H \nabla`, (points, 2, h, h)."""
-        found = [gram(torch.div(g, size, out=self.room_of(g))) for g, size in zip(self.rows, self.sizes, strict=True)]
-        return rescaled(found, self.sizes[:, None, None])
+    def grams(self, K_inv: Tensor | None = None) -> Tensor:
+        r"""Return Gram matrices :math:`\nabla^H \nabla`, or of coordinates :math:`\nabla K^{-H}`; (points, 2, h, h).
 
-    def grams_of(self, K_inv: Tensor) -> Tensor:
-        r"""Return the Gram matrices of coordinates, :math:`\nabla K^{-H}`, also if K⁻¹ is large; (points, 2, h, h)."""
-        found, sizes = list[Tensor](), list[Tensor]()
-        for g, k in zip(self.rows, K_inv.mH.to(self.rows[0].dtype).unbind(1), strict=True):
-            u = torch.bmm(g, k, out=self.room_of(g))
-            sizes.append(torch.linalg.vector_norm(u, dim=(1, 2), keepdim=True).clamp_min(LEAST_NORM))
-            found.append(gram(u.div_(sizes[-1])))
-        return rescaled(found, torch.stack(sizes, dim=1))
+        Rows are divided by their size lest squares leave the range of float32, also if K⁻¹ is large.
+        """
+        sizes, found = [*self.sizes], list[Tensor]()
+        sides = () if K_inv is None else K_inv.mH.to(self.rows[0].dtype).unbind(1)
+        for i, (g, u) in enumerate(zip(self.rows, self.room, strict=True)):
+            if sides:
+                g = torch.bmm(g, sides[i], out=u)
+                sizes[i] = torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True).clamp_min(LEAST_NORM)
+            torch.div(g, sizes[i], out=u)
+            found.append(u.mH @ u)
+        back = torch.stack(sizes, dim=1) if sides else self.sizes[:, None, None]
+        return wide(torch.stack(found, dim=1)).mul_(back).mul_(back)  # whose squares float32 may not hold
 
     def row_squares(self, R: Tensor) -> Tensor:
         r"""Return the squared norms of the rows of :math:`\nabla R`, first those of G; (points, n + m, 1)."""
         found = self.rows[0].real.new_empty(len(R), sum(g.shape[1] for g in self.rows), 1)
         parts = found.split([g.shape[1] for g in self.rows], dim=1)
-        for g, r, part in zip(self.rows, R.to(self.rows[0].dtype).unbind(1), parts, strict=True):
-            u = torch.bmm(g, r, out=self.room_of(g))
+        for g, r, room, part in zip(self.rows, R.to(self.rows[0].dtype).unbind(1), self.room, parts, strict=True):
+            u = torch.bmm(g, r, out=room)
             u = torch.view_as_real(u).flatten(-2) if u.is_complex() else u
             torch.sum(u.mul_(u), -1, keepdim=True, out=part)  # vector_norm is slow along rows that are not contiguous
         return found
 
-    def average_(self, means: list[Tensor], values: list[Tensor], weight: float) -> list[Tensor]:
-        """Let means go a share of the way to values, in place, which takes no memory; return them.
+    def average_(
+        self, state: Mapping[str, Tensor], names: Iterable[str], values: list[Tensor], weight: float
+    ) -> list[Tensor]:
+        """Let means in a state go a share of the way to values, in place, which takes no memory; return them.
 
         Points that wait keep theirs, which is written to their values too.
         """
+        means = [state[name] for name in names]
         for mean, value in zip(means, values, strict=True):
             self.only(value, mean, out=value)
         torch._foreach_lerp_(means, values, weight)
         return means
-
-
-def rescaled(grams: Sequence[Tensor], sizes: Tensor) -> Tensor:
-    """Return Gram matrices, given those of rows that were divided by sizes lest squares leave the range of float32."""
-    return wide(torch.stack([*grams], dim=-3)).mul_(sizes).mul_(sizes)  # whose squares float32 may not hold
 
 
 #: Coefficients (a, b, c) of s ↦ as + bs³ + cs⁵: the best compositions on [1e-3, 1] (Amsel et al. 2025, "Polar
@@ -272,7 +261,7 @@ _ROUNDS = (
 )
 
 
-def inverse_root(S: Tensor, eye: Tensor | None = None) -> Tensor:
+def inverse_root(S: Tensor, eye: Tensor) -> Tensor:
     r"""Compute :math:`S^{-1/2}` of a positive semidefinite S, (…, h, h), where its eigenvalues are not negligible.
 
     With :math:`\hat S = S / \|S\|_F`, a polynomial q of products of :math:`\hat S`, and s² an eigenvalue of it:
@@ -280,13 +269,13 @@ def inverse_root(S: Tensor, eye: Tensor | None = None) -> Tensor:
     :math:`X\, q(\hat S) / \|S\|_F^{1/2}`, :math:`S = X^H X`, is the polar factor of X except for singular values below
     1e-3 of the norm, which stay small, so that rounding errors are not taken for directions. 0 becomes 0, and so does
     any matrix so small (norm below 1e-40 in double precision) that its inverse root overflows in float32. ``eye`` is
-    the identity, where it is known.
+    the identity, (h, h).
     """
     least = max(torch.finfo(S.dtype).tiny ** 0.5, 1e-40)  # callers multiply by large numbers too
     norm = torch.linalg.matrix_norm(S, keepdim=True)
     size = norm.clamp_min(least)
     S = (S / size).reshape(-1, *S.shape[-2:])
-    Q = (eye_like(S) if eye is None else eye).expand_as(S)
+    Q = eye.expand_as(S)
     for i, (a, b, c) in enumerate(_ROUNDS):
         P = torch.baddbmm(S, S, S, beta=b, alpha=c)  # q = a I + P; Q becomes Q q, and S q S q
         Q = torch.baddbmm(Q, Q, P, beta=a)

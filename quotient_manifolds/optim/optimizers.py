@@ -208,7 +208,7 @@ class QuotientMuon(QuotientOptimizer):
     def _metric(self, s: Stack, grams: Tensor) -> StepMetric:
         group, (M, N) = self.param_groups[s.group], grams.unbind(-3)
         if s.dtype == torch.float32:  # Rounding of M to single precision is a singular value of G, and a step of H.
-            M = refined(s.x[0], M, s.g.room_of(s.x[0]))
+            M = refined(s.x[0], M, s.g.room[0])
         return muon_metric(M, N, s.scale, lr=float(group["lr"]), momentum=group["momentum"])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .store import Tensors
+from .parameters import Tensors
 
 Group = Mapping[str, Any]
 

@@ -1,12 +1,9 @@
-"""Which of an optimiser's named parameters form pairs, and whether they, and its options, can take a step."""
+"""Which of an optimiser's parameters form pairs, and what is said of those that cannot take a step."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,102 +15,9 @@ from ..symmetries.found import Symmetries
 from ..symmetries.lora import zero_norm
 from ..symmetries.pairs import Cause, Refusal, SymmetricPair, refused
 from ..symmetries.slots import Slot
-from ..weights import is_sharded, weights_of
+from ..weights import is_sharded
+from .parameters import full
 from .stack import Stack
-from .store import full
-
-#: A LoRA layer, the name of an adapter, and the scale of its pair, if it forms one.
-Layer = tuple[Any, str, float | None]
-REPLACED = (
-    "have been replaced or deleted since this optimiser was created, by load_state_dict(assign=True), delete_adapter, "
-    "merge_and_unload, fully_shard or DeepSpeed; make it anew"
-)
-
-#: Options: from where, below which number, and in words.
-_OPTIONS = {
-    "lr": (0, 1e30, "a number of at least 0"),
-    "weight_decay": (0, 1e30, "a number of at least 0"),
-    "betas": (0, 1, "two numbers in [0, 1)"),
-    "eps": (5e-324, math.inf, "positive (a factor without a gradient is divided by it)"),
-    "momentum": (0, 1, "a number in [0, 1)"),
-    "max_grad_norm": (5e-324, math.inf, "positive (None turns clipping off)"),
-}
-
-
-def named(group: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, Tensor]]:
-    """Return the parameters of a group with their names: those in the model, if it is known, or those given."""
-    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-    if "param_names" in group:
-        params = list(zip(group["param_names"], params, strict=True))
-    known: dict[Any, str] = {} if model is None else {p: name for name, p in weights_of(model).items()}
-    given = (p if isinstance(p, tuple) else ("", p) for p in params)
-    found: list[tuple[str, Tensor]] = [(str(known.get(p, name)), p) for name, p in given]
-    if not all(name for name, _ in found):
-        raise ValueError(
-            "parameters have no names, by which symmetries know them; pass model.named_parameters(), or, for groups "
-            "that a Trainer makes, within=model"
-        )
-    return found
-
-
-def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
-    """Return whether a value is a number in [least, below), or a tensor with one such number."""
-    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-    return number and not isinstance(value, bool) and least <= float(value) < below
-
-
-def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise for an option of a parameter group that is out of range."""
-    for name, (least, below, words) in _OPTIONS.items():
-        value = group.get(name)
-        if name not in group or (name == "max_grad_norm" and value is None):
-            continue
-        values = value if name == "betas" and isinstance(value, tuple | list) else [value]
-        if len(values) != (2 if name == "betas" else 1) or not all(is_number(v, least, below) for v in values):
-            raise ValueError(f"{name} must be {words}, got {value!r}")
-    if group["max_grad_norm"] != defaults["max_grad_norm"]:
-        raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")
-
-
-def by_name(groups: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the parameters of groups as they are now, by their names."""
-    parts = [(group["param_names"], group["params"]) for group in groups]
-    if any(len(names) != len(params) for names, params in parts):
-        raise ValueError(f"a group has not as many names as parameters: some {REPLACED}")
-    found = [named for part in parts for named in zip(*part, strict=True)]
-    if len(weights := dict(found)) < len(found):
-        name = Counter(name for name, _ in found).most_common(1)[0][0]
-        raise ValueError(
-            f"two parameters are called {name!r}; put several models into one module, such as nn.ModuleList, and "
-            "take names and symmetries of that"
-        )
-    return weights
-
-
-def home_of(p: Tensor) -> tuple[Any, ...]:
-    """Return what the state of a parameter depends on: its dtype, device, and how it is sharded."""
-    return p.dtype, p.device, getattr(p, "placements", None)
-
-
-def check_places(model: nn.Module, layers: Iterable[Layer], weights: Mapping[str, Tensor]) -> None:
-    """Raise if weights have left their model, where others would stay untrained, or LoRA layers are merged.
-
-    Or if their scales are no longer those of the pairs.
-    """
-    present = set(model.parameters())
-    if gone := [name for name, p in weights.items() if p not in present]:
-        more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
-        raise ValueError(f"{gone[0]!r}{more} of the model {REPLACED}")
-    for layer, name, scale in layers:
-        if merged := layer.merged_adapters:
-            raise ValueError(
-                f"adapter {merged[0]!r} is merged into the base weights; call unmerge_adapter() before a step"
-            )
-        if scale is not None and (now := float(layer.scaling.get(name, scale))) != scale:
-            raise ValueError(
-                f"adapter {name!r} has the scale {now:g}, but its pair has {scale:g}: hotswap_adapter or set_scale has "
-                "changed it; find pairs and make the optimiser anew"
-            )
 
 
 def alone(left: Iterable[Refusal], own: Mapping[str, Tensor]) -> list[Refusal]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .metric import Gradient, StepMetric, inverse_root, moments_of, trace, wide
+from .metric import MOMENTS, Gradient, StepMetric, inverse_root, trace, wide
 
 __all__ = ["Update", "adam", "adam_state", "moments", "muon", "muon_metric", "sgd", "sgd_state"]
 
@@ -86,7 +86,7 @@ def moments(rows: Sequence[Tensor], **_: object) -> State:
     >>> {name: tuple(m.shape) for name, m in moments([torch.empty(1, 5, 2), torch.empty(1, 4, 2)]).items()}
     {'moment G': (1, 5, 2), 'moment H': (1, 4, 2)}
     """
-    return {f"moment {side}": x.zero_() for side, x in zip("GH", rows, strict=True)}
+    return {name: x.zero_() for name, x in zip(MOMENTS, rows, strict=True)}
 
 
 def adam_state(rows: Sequence[Tensor], **_: object) -> State:
@@ -158,17 +158,17 @@ def adam(
     K_inv, step = metric.inverse_roots, state["step"] + 1
     correction_1, correction_2 = (1 - beta ** step[:, None, None] for beta in betas)
     # C ← β₂ C + (1 − β₂) ∇ᴴ∇ / n;  R = (Ĉ + 10⁻³ ‖Ĉ‖ I)^(−1/2), where Ĉ is that of coordinates ∇ K⁻ᴴ
-    (C,) = g.average_([state["matrix"]], [g.grams() / g.counts], 1 - betas[1])
+    (C,) = g.average_(state, ["matrix"], [g.grams() / g.counts], 1 - betas[1])
     C_hat = K_inv @ (C / correction_2[:, None]) @ K_inv.mH
     C_hat.diagonal(dim1=-2, dim2=-1).add_(torch.linalg.matrix_norm(C_hat)[..., None], alpha=_LEAST)
     R = K_inv.mH @ inverse_root(C_hat, metric.eye)  # K⁻ᴴ R: for gradients in place of their coordinates
     # r ← β₂ r + (1 − β₂) ‖(∇ K⁻ᴴ R)ᵢ‖²;  √r̂ + ε, both times √h, which takes √h from the rate
     squares = g.row_squares(R)
-    (r,) = g.average_([state["rows"]], [squares], 1 - betas[1])
+    (r,) = g.average_(state, ["rows"], [squares], 1 - betas[1])
     sizes = torch.div(r, correction_2, out=squares).sqrt_().add_(eps * R.shape[-1] ** 0.5)  # in the rows' precision
     # m ← β₁ m + (1 − β₁) ∇;  d = m / (√r̂ + ε), for dividing rows commutes with R, which goes to the update's matrices
     parts = sizes.split([x.shape[1] for x in g.rows], dim=1)
-    for d, m, size in zip(g.rows, g.average_(moments_of(state), g.rows, 1 - betas[0]), parts, strict=True):
+    for d, m, size in zip(g.rows, g.average_(state, MOMENTS, g.rows, 1 - betas[0]), parts, strict=True):
         torch.div(m, size, out=d)
     return Update(g.rows, R @ (K_inv / correction_1[:, None]), _RANK**0.5), {**state, "step": step}
 
@@ -204,11 +204,11 @@ def muon(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> t
     >>> (update.factor * update.rows[0] @ update.matrices[:, 0])[0, 0].round(decimals=3).item()
     0.112
     """
-    K_inv, m = metric.inverse_roots, g.average_(moments_of(state), g.rows, 1 - momentum)  # m ← μ m + (1 − μ) ∇
+    K_inv, m = metric.inverse_roots, g.average_(state, MOMENTS, g.rows, 1 - momentum)  # m ← μ m + (1 − μ) ∇
     torch._foreach_lerp_(g.rows, m, momentum)  # u = (1 − μ) ∇ + μ m, in the rows of g
     # polar(u K⁻ᴴ) = u K⁻ᴴ (K⁻¹ uᴴu K⁻ᴴ)^(−1/2). Where the product lacks rank K⁻¹ of H is large, and u small, so they
     # are multiplied before their Gram matrix is taken.
-    to_polar = K_inv.mH @ inverse_root(g.grams_of(K_inv), metric.eye)
+    to_polar = K_inv.mH @ inverse_root(g.grams(K_inv), metric.eye)
     return Update(g.rows, to_polar @ K_inv, 1 / 2), state
 
 
@@ -298,5 +298,5 @@ def sgd(metric: StepMetric, g: Gradient, state: State, *, momentum: float) -> tu
     """
     K_inv = metric.inverse_roots
     torch._foreach_div_(g.rows, 1 - momentum)  # m ← μ m + ∇ is the mean of m and ∇ / (1 - μ)
-    d = g.average_(moments_of(state), g.rows, 1 - momentum) if state else g.rows
+    d = g.average_(state, MOMENTS, g.rows, 1 - momentum) if state else g.rows
     return Update(d, K_inv.mH @ K_inv), state  # W⁻¹ = K⁻ᴴ K⁻¹

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -15,8 +16,8 @@ from ..linalg import at_least_float32
 from ..processes import exchange
 from ..weights import is_sharded
 from .metric import wide
+from .parameters import Store, Tensors, full
 from .stack import Stack
-from .store import Store, full
 
 
 def _over(t: Any) -> tuple[Any, tuple[int, ...]]:
@@ -59,16 +60,19 @@ class ShardedPairs(Store):
         for s in (s for s in sharded if s.own == slice(None)):
             s.keep(_share(s, self.rank, self.size))
 
-    def sum(self, numbers: Iterable[Tensor]) -> Tensor:
-        """Sum all entries of some tensors in all processes."""
-        total = wide(super().sum([*numbers] or [self._nothing]))  # in one dtype
+    def total(self, numbers: Iterable[Tensor], gradients: Iterable[Tensor], *, copies: bool = False) -> Tensor:
+        """Sum numbers, and the squared norms of gradients, of each entry once, or every copy, in all processes."""
+        total = wide(super().total([*numbers] or [self._nothing], self._parts(gradients, copies)))  # in one dtype
         dist.all_reduce(total, group=self.group)
         return total
 
-    def read(self, weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Return all gradients; and weights and gradients, of which those of this process's pairs are whole."""
-        gradients = self._gradients(weights)
-        return gradients, self._gathered(weights, weights), self._gathered(gradients, weights)
+    @contextmanager
+    def lent(self, weights: Mapping[str, Any]) -> Iterator[tuple[Tensors, Tensors, Tensors]]:
+        """Lend all gradients; and weights and gradients, of which those of this process's pairs are whole."""
+        gradients, whole = self._gradients(weights), self._gathered(weights, weights)
+        yield gradients, whole, self._gathered(gradients, weights)
+        self._write_(whole, weights)
+        whole.clear()  # which stacks hold
 
     def _gradients(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
         """List the gradients of weights, of which all processes then have the same.
@@ -87,7 +91,7 @@ class ShardedPairs(Store):
                 found[name] = torch.zeros_like(p) if some else None
         return {name: g for name, g in found.items() if g is not None}
 
-    def once(self, tensors: Iterable[Any], *, copies: bool = False) -> Iterator[Tensor]:
+    def _parts(self, tensors: Iterable[Any], copies: bool) -> Iterator[Tensor]:
         """List parts of tensors such that all processes together have each of their entries once, or every copy."""
         for t in tensors:
             ours = _over(t) in self._over
@@ -103,7 +107,7 @@ class ShardedPairs(Store):
         exchange(local, self._rows(whole, weights), self._nothing, self.group)
         return {**tensors, **{name: t for name, t in whole.items() if name in tensors}}
 
-    def write_(self, whole: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
+    def _write_(self, whole: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
         """Write to the weights of all processes what each has made of those that it has gathered."""
         local = {name: weights[name].to_local() for name in dict.fromkeys(chain(*self._needed))}
         before = {name: local[name].clone() for name in self._common}

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..linalg import at_least_float32
 from ..symmetries.pairs import SymmetricPair
-from ..symmetries.slots import SlotStack, checked
+from ..symmetries.slots import SlotStack, weight_of
 from ..symmetries.stacks import PairStack
-from .metric import MOMENTS, Gradient, StepMetric, gram, moments_of, on_cpu, wide
+from .metric import MOMENTS, Gradient, StepMetric, wide
 from .rules import Update
 
 #: Condition of H at which a pair moves to another gauge: rounding to float32 then changes the product by about 1e-5,
@@ -33,9 +33,10 @@ class Stack:
     sharded, this process has the points, steps and state of its ``own`` pairs alone.
 
     In a step ``x`` are the rows of G and of H, each (points, rows, h), in float32 at least, ``g`` is the
-    :class:`Gradient` there, ``metric`` is that at the weights, and ``straight`` says whether every anchor is known to
-    have a small condition. Small matrices are stacked as (points, 2, h, h), with those of G before those of H. Where
-    the mask of the gradient is False, nothing changes: an expert without tokens waits.
+    :class:`Gradient` there, ``metric`` is that at the weights, ``near`` says where its anchor has a small condition,
+    (points,), and ``straight`` whether all are known to have one. Small matrices are stacked as (points, 2, h, h), with
+    those of G before those of H. Where the mask of the gradient is False, nothing changes: an expert without tokens
+    waits.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Stack:
     def keep(self, own: slice) -> None:
         """Leave all but some of the pairs to other processes."""
         self.own, pairs = own, self.pairs.pairs[own]
-        self.slots = [SlotStack([p.G for p in pairs]), SlotStack([p.H for p in pairs])]
+        group = self.pairs.group if self.pairs.group.diagonal or self.pairs.group.field == "complex" else None
+        self.slots = [SlotStack([p.G for p in pairs], group), SlotStack([p.H for p in pairs], group)]
         if own != slice(None):
             self.state = {k: v[own.start * self.points : own.stop * self.points].clone() for k, v in self.state.items()}
 
@@ -70,17 +72,10 @@ class Stack:
             found.append(torch.empty_permuted(size, order, dtype=dtype, device=self.device))
         return found
 
-    def _rows(self, points: Tensor) -> Tensor:
-        """View points as rows of slots."""
-        group = self.pairs.group
-        if group.diagonal:
-            points = points.unflatten(0, (-1, group.h))
-        return group.from_point(points) if group.diagonal or points.is_complex() else points
-
     def begin(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> bool:
         """Read weights and gradients; return whether any pair has one. Where both factors have none, or 0, all stays.
 
-        The weights are written to as well. On the CPU all are read to the same place at every step: there memory that
+        On the CPU all are read to the same place at every step: there memory that
         is new to the process costs more than what is computed. Elsewhere it is given back afterwards.
         """
         active = []
@@ -92,37 +87,31 @@ class Stack:
                     "factors, or pass this pair to another optimiser"
                 )
             active.append(not without)
-        self.weights, self.runs = weights, any(active) and bool(active[self.own])
+        self.runs = any(active) and bool(active[self.own])
         if not self.runs:
             return any(active)
         if "x" not in vars(self):
             self.counts = self.counts.to(self.device)
             self.x, self.g = self.room(), Gradient(self.room(), self.counts)
-        into, views = list[Tensor](), list[Tensor]()
+        parts = list[tuple[Tensor, Tensor]]()
         for slots, x, g in zip(self.slots, self.x, self.g.rows, strict=True):
-            names = [run.slot.name for run in slots.runs]
-            found = [checked(run.slot, weights[run.slot.name]) for run in slots.runs]
-            for points, tensors in ((x, found), (g, map(gradients.get, names))):
-                of_rows, of_tensors = slots.views(self._rows(points), tensors)
-                into += of_rows
-                views += of_tensors
+            parts += slots.views(x, [weight_of(run.slot, weights) for run in slots.runs])
+            parts += slots.views(g, [gradients.get(run.slot.name) for run in slots.runs])
+        into, views = zip(*parts, strict=True)
         torch._foreach_copy_(into, views)
         self.g.read()
         return True
 
     def measure(self, metric_of: MetricOf, *double: bool) -> None:
         """Compute the metric in one precision, and on the CPU in the next one too if an anchor is crooked."""
-        for precision in double:
-            self.metric = metric_of(self, wide(torch.stack([gram(x, precision) for x in self.x], dim=-3)))
-            self.straight = on_cpu(self.g.sizes) and bool(self._straight().all())
+        for precise in double:
+            grams = [X.mH @ X for X in (wide(x) if precise else x for x in self.x)]
+            self.metric = metric_of(self, wide(torch.stack(grams, dim=-3)))
+            self.near = self.metric.condition <= _CONDITION[self.dtype] ** 2 * self.pairs.group.h**0.5
+            straight = self.near if self.g.mask is None else self.g.mask <= self.near  # or what waits
+            self.straight = self.g.on_cpu and bool(straight.all())
             if self.straight:
                 break
-
-    def _straight(self) -> Tensor:
-        """Return where the anchor has a small condition, or takes no step; (points,)."""
-        straight = self.metric.straight(_CONDITION[self.dtype])
-        mask = self.g.mask
-        return straight if mask is None else mask <= straight  # the one implies the other
 
     def straighten_(self, metric_of: MetricOf) -> Tensor:
         """Turn points with a crooked anchor to a gauge in which it has orthonormal columns; return what stays crooked.
@@ -130,45 +119,49 @@ class Stack:
         The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
         does not know which anchors are crooked: all are multiplied, most of them by 1, at every eighth step.
         """
-        rounds = 3 if on_cpu(self.g.sizes) else int(self.steps % 8 == 1)
+        rounds = 3 if self.g.on_cpu else int(self.steps % 8 == 1)
         for _ in range(rounds):
-            change = self.metric.straightening(~self._straight(), self.largest)
-            covectors = change.flip(-3)
-            for X, A in ((self.x, change), (self.g.rows, covectors), (moments_of(self.state), covectors)):
+            change = self.metric.straightening(self.g.only(~self.near, False), self.largest)
+            covectors, moments = change.flip(-3), [self.state[name] for name in MOMENTS if name in self.state]
+            for X, A in ((self.x, change), (self.g.rows, covectors), (moments, covectors)):
                 for x, a in zip(X, A.unbind(1), strict=False):
                     x.copy_(x.to(a.dtype) @ a)
-            self._transport_matrices_(covectors)
+            if "matrix" in self.state:
+                self.state["matrix"] = covectors.mH @ self.state["matrix"] @ covectors
             self.measure(metric_of, True)
             if self.straight:
                 break
-        return ~self._straight() & self.metric.sound & (rounds > 0)
+        return self.g.only(~self.near, False) & self.metric.sound & (rounds > 0)
 
     def advance_(
-        self, update: Update, state: Mapping[str, Tensor], rate: float, decay: float, *, transport: bool
-    ) -> None:
-        """Write the new state, and rows less ``rate`` times the update, after products are multiplied by 1 - ``decay``.
+        self, update: Update, state: Mapping[str, Tensor], rate: float, decay: float, weights: Mapping[str, Tensor], *,
+        transport: bool,
+    ) -> None:  # fmt: skip
+        """Write the new state, and to weights rows less ``rate`` times the update.
 
-        Biases do not decay. The state is transported with them, or left as it is. On the CPU memory is kept.
+        Before that, products are multiplied by 1 - ``decay``, but for biases. The state is transported with them, or
+        left as it is. On the CPU memory is kept.
         """
         self._take_(state)
         keep, rate, across = max(1 - decay, 0) ** 0.5, rate * update.factor, list[Tensor]()
         sides = update.matrices.to(self.x[0].dtype).unbind(1)
-        for slots, x, d, a in zip(self.slots, self.x, update.rows, sides, strict=True):
-            end = torch.baddbmm(x, d, a, beta=keep, alpha=-rate, out=self.g.room_of(x))
+        for slots, x, d, a, room in zip(self.slots, self.x, update.rows, sides, self.g.room, strict=True):
+            end = torch.baddbmm(x, d, a, beta=keep, alpha=-rate, out=room)
             biases = {(r.rows.start, r.rows.stop) for r in slots.runs if decay and len(r.slot.shape) == 1}
             for start, stop in biases:
                 end[:, start:stop] = torch.baddbmm(x[:, start:stop], d[:, start:stop], a, alpha=-rate)
-            slots.scatter_(self._rows(self.g.only(end, x, out=end)), self.weights)
+            slots.scatter_(self.g.only(end, x, out=end), weights)
             across += [x.mH @ end] if transport else []
         if transport:  # and what ends last is H
-            found, N = wide(torch.stack([*across, gram(end)], dim=-3)).split([2, 1], dim=-3)
+            found, N = wide(torch.stack([*across, end.mH @ end], dim=-3)).split([2, 1], dim=-3)
             T = self.g.only(self.metric.transport_covectors(N.squeeze(-3), found), self.metric.eye)
-            before, sides = moments_of(self.state), T.to(end.dtype).unbind(1)
+            before, sides = [self.state[name] for name in MOMENTS if name in self.state], T.to(end.dtype).unbind(1)
             new = [torch.bmm(m, t, out=g) for m, t, g in zip(before, sides, self.g.rows, strict=False)]
             self.g.rows = before or self.g.rows  # their memory takes the next gradients, whose own has the new ones
             self.state.update(zip(MOMENTS, new, strict=False))
-            self._transport_matrices_(T)
-        if not on_cpu(self.g.sizes):
+            if "matrix" in self.state:
+                self.state["matrix"] = T.mH @ self.state["matrix"] @ T
+        if not self.g.on_cpu:
             del self.x, self.g
 
     def _take_(self, new: Mapping[str, Tensor]) -> None:
@@ -181,11 +174,6 @@ class Stack:
         mine = {g.data_ptr() for g in self.g.rows}  # which take other gradients
         own = {k: v.clone() if v.data_ptr() in mine else v for k, v in new.items() if v is not old[k]}
         self.state = {**old, **{k: self.g.only(v, old[k]) for k, v in own.items()}}
-
-    def _transport_matrices_(self, T: Tensor) -> None:
-        """Multiply Gram matrices of covectors by (T_G, T_H) from both sides."""
-        if "matrix" in self.state:
-            self.state["matrix"] = T.mH @ self.state["matrix"] @ T
 
     def sound(self) -> Tensor:
         """Return where the anchor of a pair that takes its step has full rank; (points,)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import in_double
-from .slots import Slot, checked
+from .slots import Slot, weight_of
 
 
 class State(dict[str, Tensor]):
@@ -40,11 +40,11 @@ class State(dict[str, Tensor]):
 
     def read(self, slot: Slot) -> Tensor:
         """Return the numbers of a slot, (rows, columns)."""
-        return slot.of(checked(slot, self.of(slot.name)).contiguous())
+        return slot.of(weight_of(slot, {slot.name: self.of(slot.name)}).contiguous())
 
     def write(self, slot: Slot, rows: Tensor) -> None:
         """Change the numbers of a slot, differentiably."""
-        value = checked(slot, self.of(slot.name)).clone(memory_format=torch.contiguous_format)
+        value = weight_of(slot, {slot.name: self.of(slot.name)}).clone(memory_format=torch.contiguous_format)
         slot.of(value).copy_(rows)
         self[slot.name] = value
 

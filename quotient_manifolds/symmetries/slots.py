@@ -87,9 +87,9 @@ class GL:
         return rows.transpose(1, 2).unsqueeze(-1) if self.diagonal else rows
 
     def from_point(self, x: Tensor) -> Tensor:
-        """Turn points back into real rows."""
+        """Turn points back into real rows; those of a diagonal group may stand in one list, (pairs · h, n + m, 1)."""
         if self.diagonal:
-            x = x.squeeze(-1).transpose(1, 2)
+            x = x.reshape(-1, self.h, x.shape[-2]).transpose(1, 2)
         return torch.view_as_real(x) if self.field == "complex" else x
 
 
@@ -178,16 +178,6 @@ class Slot:
         return self.of(weight_of(self, weights).contiguous())
 
 
-def checked(slot: Slot, whole: Tensor) -> Tensor:
-    """Return a weight if it has the shape in which a slot lies."""
-    shape = (*whole.shape, 2) if whole.is_complex() else tuple(whole.shape)
-    if shape != slot.shape:
-        raise ValueError(
-            f"{slot.name!r} had shape {slot.shape} when its symmetries were found and has {shape} now; find them again"
-        )
-    return whole
-
-
 def renamed(value: T, name_of: Callable[[str], str]) -> T:
     """Return a slot, or what holds slots in its fields, with other names of the weights."""
     if isinstance(value, Slot):
@@ -204,7 +194,13 @@ def weight_of(slot: Slot, weights: Mapping[str, Tensor]) -> Tensor:
     """Return the weight in which a slot lies; raise if there is none of its name and shape."""
     if slot.name not in weights:
         raise ValueError(f"there is no weight {slot.name!r}; were these symmetries found in another model?")
-    return checked(slot, weights[slot.name])
+    whole = weights[slot.name]
+    shape = (*whole.shape, 2) if whole.is_complex() else tuple(whole.shape)
+    if shape != slot.shape:
+        raise ValueError(
+            f"{slot.name!r} had shape {slot.shape} when its symmetries were found and has {shape} now; find them again"
+        )
+    return whole
 
 
 def outline(module: nn.Module, name: str) -> Tensor:
@@ -346,28 +342,27 @@ class SlotStack:
         rows = torch.cat(list(map(torch.cat, columns.values())), dim=1)
         return rows if self.group is None else self.group.to_point(rows)
 
-    def views(self, rows: Tensor, tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of rows, run by run, and of the weights of the runs, which are given; None counts as zero."""
-        of_rows, of_tensors = list[Tensor](), list[Tensor]()
+    def views(self, x: Tensor, tensors: Iterable[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """List views of rows or points, run by run, each with that of the run's weight, given here; None is zero."""
+        rows, found = x if self.group is None else self.group.from_point(x), list[tuple[Tensor, Tensor]]()
+        if tuple(rows.shape) != self.shape:
+            raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
         for (s, points, own_rows), tensor in zip(self.runs, tensors, strict=True):
-            of_rows.append(rows[points, own_rows])
             if tensor is None:
-                of_tensors.append(rows.new_zeros(s.size))
+                view = rows.new_zeros(s.size)
             else:  # Slot.of in place: this runs for every slot at every step
                 whole = tensor if tensor.is_contiguous() else tensor.contiguous()
                 whole = real_view(whole) if whole.is_complex() else whole
-                of_tensors.append(whole.as_strided(s.size, s.stride, whole.storage_offset() + s.offset))
-        return of_rows, of_tensors
+                view = whole.as_strided(s.size, s.stride, whole.storage_offset() + s.offset)
+            found.append((rows[points, own_rows], view))
+        return found
 
     @torch.no_grad()
     def scatter_(self, x: Tensor, weights: Mapping[str, Tensor]) -> None:
         """Write what :meth:`gather` copies into weights, rounded to their dtype, by one call."""
-        rows = x if self.group is None else self.group.from_point(x)
-        if tuple(rows.shape) != self.shape:
-            raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
         targets = [weight_of(run.slot, weights) for run in self.runs]
         wholes = {t: t.contiguous() for t in targets}
-        parts, views = self.views(rows, map(wholes.get, targets))
+        parts, views = zip(*self.views(x, map(wholes.get, targets)), strict=True)
         torch._foreach_copy_(views, parts)
         for target, whole in wholes.items():
             if whole is not target:

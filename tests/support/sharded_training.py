@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from quotient_manifolds.optim import QuotientSGD, create_quotient_lora_optimizer, create_quotient_optimizer
-from quotient_manifolds.optim.store import full
+from quotient_manifolds.optim.parameters import full
 from quotient_manifolds.symmetries import adapter_pairs, find
 from tests.support import training
 from tests.support.extent import EXHAUSTIVE

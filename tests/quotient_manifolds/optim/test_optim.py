@@ -29,9 +29,9 @@ from quotient_manifolds.optim import (
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
     metric,
-    stack,
 )
-from quotient_manifolds.optim.pairs import alone, is_number, orientation, reasons
+from quotient_manifolds.optim.pairs import alone, orientation, reasons
+from quotient_manifolds.optim.parameters import check_options
 from quotient_manifolds.optim.stack import Stack
 from quotient_manifolds.symmetries import (
     GL,
@@ -627,13 +627,13 @@ def test_no_step_reads_from_the_device(kind, monkeypatch):
     with NothingCrosses():
         for _ in range(8):  # at every eighth step factors may move to another gauge
             optimizer.step()
-    wrong = type(optimizer)._step_pairs
+    right = type(optimizer).rule
 
-    def reading(self, group, s):
-        float(s.g.sizes.sum())
-        wrong(self, group, s)
+    def reading(metric, g, state, **options):
+        float(g.sizes.sum())
+        return right(metric, g, state, **options)
 
-    monkeypatch.setattr(type(optimizer), "_step_pairs", reading)
+    monkeypatch.setattr(type(optimizer), "rule", staticmethod(reading))
     with pytest.raises((RuntimeError, NotImplementedError), match=r"item|meta"):
         optimizer.step()
 
@@ -782,8 +782,8 @@ def test_sums_in_half_precision_do_not_overflow():
 
 def off_the_cpu(monkeypatch):
     """Let the optimiser do on the CPU what it does where the host is not to read."""
-    for module in (base, metric, stack):
-        monkeypatch.setattr(module, "on_cpu", lambda x: False)
+    for module in (base, metric):
+        monkeypatch.setattr(module, "HOST", "none")
 
 
 def spoil(model, cause):
@@ -1141,7 +1141,7 @@ def test_numbers_of_a_stack_lie_on_its_device():
     made = Stack(adapter_pairs(model).pairs[:1], False, 0, weights)
     assert made.begin(weights, {name: torch.empty_like(p) for name, p in weights.items()})
     made.g.restrict(torch.tensor(True, device="meta"))
-    for t in (made.g.only(made.g.grams(), 0), *map(made.g.room_of, made.x), made.g.sizes):
+    for t in (made.g.only(made.g.grams(), 0), *made.g.room, made.g.sizes):
         assert t.device.type == "meta"
 
 
@@ -1271,7 +1271,11 @@ def test_it_says_what_is_trained_how():
 
 
 def test_numbers():
-    assert [is_number(v) for v in (1, 0.5, torch.tensor(2.0), True, "1", torch.ones(2))] == [True] * 3 + [False] * 3
+    for value in (1, 0.5, torch.tensor(2.0)):
+        check_options({"lr": value}, {})
+    for value in (True, "1", torch.ones(2), [0.1], None, float("nan"), -1):
+        with pytest.raises(ValueError, match="lr must be a number of at least 0, got"):
+            check_options({"lr": value}, {})
 
 
 @pytest.mark.parametrize("lr", [0.01, 0.1])
