@@ -18,7 +18,7 @@ from ..networks import network_of
 from ..symmetries.lora import is_lora
 from ..weights import first_names, naming, weights_of
 from .configs import merged_config, module_of
-from .folders import Adapter, read
+from .folders import Adapter, read_each
 from .merging import merge
 from .products import Factors, balanced, common_dtype
 from .storage import check_free
@@ -92,7 +92,7 @@ def carry(
     """
     from ..symmetries.whole import rewriting  # with it scipy, which merging needs not
 
-    parent = adapter if isinstance(adapter, Adapter) else read(adapter)
+    (parent,) = read_each(adapter)
     _check(parent)
     if out is not None:
         check_free(Path(out))  # before work of minutes

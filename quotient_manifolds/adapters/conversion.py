@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ..linalg import in_double
 from .checkpoints import read_checkpoint
 from .configs import merged_config, module_of, parameters
-from .folders import HEADER, WEIGHTS, Adapter, read, write_config
+from .folders import HEADER, WEIGHTS, Adapter, read, read_each, write_config
 from .storage import TensorFile, new_folder
 
 #: How the keys of a layer's parts end; where there is none the format has no name for it.
@@ -109,7 +109,7 @@ def convert(
         raise TypeError(f"model must be the name of a model of a pipeline, got a {type(model).__name__}")
     if not isinstance(one_rank, bool):
         raise ValueError(f"one_rank must be True or False, got {one_rank!r}")
-    source = adapter if isinstance(adapter, Adapter) else read(adapter)
+    (source,) = read_each(adapter)
     layers = _layers(source, base, model)
     _check(source, layers, to)
     named = [_name(layer, layers, to) for layer in layers]
@@ -118,6 +118,10 @@ def convert(
     most = max(layer.rank for layer in layers) if one_rank else 0
     configs = {} if to in ("kohya", "diffsynth") else _configs(source, layers, most, os.fspath(base or ""))
     metadata = {k: v for k, v in source.metadata.items() if k not in (HEADER, "format")}
+    if one_rank:  # as kohya's scripts say it
+        alphas = {(1.0 if to == "diffsynth" else layer.scale) * most for layer in layers}
+        new = {"ss_network_dim": f"{most}", "ss_network_alpha": f"{max(alphas):g}" if len(alphas) == 1 else "Dynamic"}
+        metadata |= {k: v for k, v in new.items() if k in metadata}
     if to == "diffusers":
         said = {f"{m}.{k}" if m else k: v for m, config in configs.items() for k, v in config.items()}
         metadata[HEADER] = json.dumps(said, indent=2, sort_keys=True)

@@ -284,6 +284,19 @@ class Adapter:
         return new | ({f"{layer}.alpha": torch.tensor(float(columns))} if alphas else {})
 
 
+def read_each(*adapters: str | os.PathLike[str] | Adapter) -> list[Adapter]:
+    """Return adapters, of which folders and files are read; what is absent is named together."""
+    found, absent = list[Adapter](), list[FileNotFoundError]()
+    for adapter in adapters:
+        try:
+            found.append(adapter if isinstance(adapter, Adapter) else read(adapter))
+        except FileNotFoundError as error:
+            absent.append(error)
+    if absent:
+        raise FileNotFoundError("; ".join(dict.fromkeys(map(str, absent)))) from absent[0]
+    return found
+
+
 def read(place: str | os.PathLike[str]) -> Adapter:
     """Read the config of an adapter and the names of its tensors; refuse what holds no plain products."""
     place, origin = _located(os.fspath(place))

@@ -19,7 +19,7 @@ from ..linalg import in_double
 from ..manifold import MANIFOLDS
 from ..passes import drawing_again
 from .configs import merged_config, module_of, parameters
-from .folders import HEADER, Adapter, read, write_card, write_config
+from .folders import HEADER, Adapter, read, read_each, write_card, write_config
 from .products import NEGLIGIBLE, Factors, Method, check_kept, common_dtype, present, product_svd, signed_sum
 from .storage import TensorFile, checked, new_folder
 
@@ -107,7 +107,7 @@ def merge(
     '0.500'
     >>> folder.cleanup()
     """
-    parents = [_read(adapter) for adapter in adapters]
+    parents = read_each(*adapters)
     how = Method(method, _checked_weights(parents, weights, method), space, density, rank, energy, seed)
     _check_alike(parents, how)
     first = parents[0]
@@ -121,14 +121,11 @@ def merge(
         file.finish(_metadata(parents, ranks))
         if not first.single:
             write_config(folder, merged_config([p.config for p in parents], ranks))
-        made_of = (f"- {w:g} × {p.origin or p.place}\n" for p, w in zip(parents, how.weights, strict=True))
+        names = (name if (name := str(p.origin or p.place)).isprintable() else ascii(name) for p in parents)
+        made_of = (f"- {w:g} × {name}\n" for name, w in zip(names, how.weights, strict=True))
         made = f"Made by quotient-lora, method {method}, from\n\n{''.join(made_of)}"
         write_card(folder, first.config.get("base_model_name_or_path") or "", made)
     return replace(read(os.path.join(out, first.saved_as if first.single else "")), lost=lost)
-
-
-def _read(adapter: Path | Adapter) -> Adapter:
-    return adapter if isinstance(adapter, Adapter) else read(adapter)
 
 
 def _of_one_rank(parents: list[Adapter], how: Method) -> Method:
@@ -251,7 +248,7 @@ def compare(one: Path | Adapter, other: Path | Adapter) -> dict[str, Any]:
     >>> compare(adapter, balance(adapter))["layers"]["0"]["distance"] < 1e-6
     True
     """
-    both = [_read(one), _read(other)]
+    both = read_each(one, other)
     found: dict[str, Any] = {"layers": {}, "differs": {}}
     for layer in _layers(both):
         with _named(layer):

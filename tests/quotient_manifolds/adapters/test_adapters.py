@@ -849,6 +849,29 @@ def test_a_single_file_keeps_one_rank_and_its_metadata(tmp_path):
         assert file.metadata() == {"format": "pt", "ss_tag": "x", **said}
 
 
+def test_all_that_is_absent_is_named_together(tmp_path, capsys):
+    place, _ = bare(tmp_path / "a", "kohya", alphas={"one": 2.0, "two": 3.0})
+    absent = [str(tmp_path / name) for name in ("nope", "neither")]
+    commands = (["merge", *absent, str(place), "--out", str(tmp_path / "out")], ["compare", *absent])
+    for command in commands:
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert all(f"{name} is no file" in said for name in absent), said
+        assert str(place) not in said
+    with pytest.raises(FileNotFoundError) as error:
+        merge([absent[0]] * 2, tmp_path / "out")
+    assert str(error.value).count("is no file") == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such names there")
+def test_a_name_of_several_lines_is_one_entry_of_the_card(tmp_path):
+    place, _ = bare(tmp_path / "one\n- two", "kohya", alphas={"one": 2.0, "two": 3.0})
+    merge([place] * 2, tmp_path / "out")
+    lines = (tmp_path / "out/README.md").read_text(encoding="utf-8").splitlines()
+    assert sum(line.startswith("- ") for line in lines) == 2
+    assert all(r"one\n- two" in line for line in lines if line.startswith("- "))
+
+
 @pytest.mark.parametrize("size", [(4, 12), (9, 3), (4, 3)])
 def test_no_direction_is_dead_where_the_rank_exceeds_a_layer(size, tmp_path):
     place, found = bare(tmp_path / "a", "kohya", (("one", 6),), alphas={"one": 6.0}, size=size)

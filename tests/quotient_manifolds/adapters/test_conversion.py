@@ -96,6 +96,22 @@ def near(one, other, tolerance=1e-6):
     return all(float((one[k] - other[k]).norm()) <= tolerance * float(other[k].norm()) for k in one)
 
 
+@pytest.mark.parametrize(("to", "alpha"), [("kohya", "8"), ("diffsynth", "4")])
+def test_metadata_say_the_one_rank(to, alpha, tmp_path):
+    """Their alpha is that of every layer; diffsynth's products have no scale beside their factors."""
+    place, said = tmp_path / FILE, {"ss_network_dim": "Dynamic", "ss_network_alpha": "Dynamic", "ss_tag": "x"}
+    state = dict[str, torch.Tensor]()
+    for layer, rank in (("one", 2), ("two", 4)):
+        factors = {"lora_down.weight": (rank, 5), "lora_up.weight": (6, rank)}
+        state |= {f"lora_unet_{layer}.{part}": torch.randn(shape) for part, shape in factors.items()}
+        state[f"lora_unet_{layer}.alpha"] = torch.tensor(2.0 * rank)
+    save_file(state, place, said)
+    for one_rank, of in ((False, {}), (True, {"ss_network_dim": "4", "ss_network_alpha": alpha})):
+        convert(place, tmp_path / f"{one_rank}", to=to, one_rank=one_rank)
+        with safe_open(tmp_path / f"{one_rank}" / FILE, "pt") as file:
+            assert {**said, **of}.items() <= file.metadata().items()
+
+
 @pytest.mark.parametrize("one_rank", [False, True])
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=["alpha", "rslora"])
 @pytest.mark.parametrize("way", [*((to,) for to in READERS), ("diffusers", "kohya", "diffsynth", "kohya")])
