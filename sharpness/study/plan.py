@@ -229,6 +229,8 @@ def planned(entries: dict[str, Any], base: Path = Path()) -> Sweep:
         if entries.get(name) is not None:
             entries[name] = read_choice(entries[name], base)
     if entries.get("initial") is not None:
+        if not isinstance(entries["initial"], str):
+            raise ValueError(f"initial must be the place or name of a model, got {entries['initial']!r}")
         entries["initial"] = _here_or_pinned(entries["initial"], base)
     search = {f.name: entries.pop(f.name) for f in fields(Search) if f.name in entries}
     return _converted({**entries, "search": {**_converted(entries.get("search", {}), dict[str, Any]), **search}}, Sweep)

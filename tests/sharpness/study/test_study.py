@@ -30,6 +30,7 @@ BASE = {"checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}
         ({"data": {"source": "train.pt", "batch_size": []}}, "Expected `int.*`, got `array` - at `$.batch_size`"),
         ({"checkpoints": 3}, "Expected `str | array`, got `int`"),
         ({"checkpoints": []}, "Expected `array` of length >= 1"),
+        ({"initial": 0}, "initial must be the place or name of a model, got 0"),
     ],
 )
 def test_values_of_the_wrong_kind(place, entries, words):
