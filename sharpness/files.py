@@ -24,7 +24,7 @@ def check_file(path: str | os.PathLike[str]) -> Path:
 
     The path must be a regular file, which is replaced, or free, in a folder that exists.
     """
-    path = Path(path)
+    path = _as_path(path)
     kind = kind_of(path)
     if kind not in ("", "a file"):
         raise ValueError(f"{str(path)!r} is {kind}; name a file")
@@ -36,13 +36,22 @@ def check_file(path: str | os.PathLike[str]) -> Path:
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
     """Raise unless files may be written into a folder or a link to one; it and its parents are created."""
-    path = Path(path)
+    path = _as_path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is {kind_of(path)}; name a folder")
     with naming_file(path):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return path
+
+
+def _as_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path; raise for one that no system takes."""
+    if "\0" in os.fspath(path):
+        raise ValueError(
+            f"{os.fspath(path)!r} holds a NUL character, which no name of a file does; choose another name"
+        )
+    return Path(path)
 
 
 def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], data: Iterable[Path] = ()) -> None:

@@ -273,7 +273,7 @@ def _from_folder(folder: Path, *, for_clip: bool = False) -> LoadedModel:
     settings = {}
     with suppress(OSError, ValueError):  # which transformers reports
         settings = json.loads((folder / "config.json").read_bytes())
-    of_timm = "pretrained_cfg" in settings and "architectures" not in settings
+    of_timm = isinstance(settings, dict) and "pretrained_cfg" in settings and "architectures" not in settings
     return _from_timm_folder(folder) if of_timm else _from_transformers(folder)
 
 

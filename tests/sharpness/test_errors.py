@@ -239,6 +239,17 @@ def test_only_files_are_replaced(place):
     assert check_folder(place / "new" / "deeper").is_dir()
     with pytest.raises(ValueError, match="is a file; name a folder"):
         check_folder(place / "out.json")
+    for check in (check_file, check_folder):
+        with pytest.raises(ValueError, match="holds a NUL character"):
+            check(f"{place}/new\0.json")
+
+
+@pytest.mark.parametrize("text", ["0.5", "[1]", "null", '"pretrained_cfg"'])
+def test_a_configuration_that_is_no_object_is_refused(text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    assert cli.main(["run", str(tmp_path), "tests.support.spread:batches", "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"sharpness: {tmp_path} cannot be loaded: "), said
 
 
 @pytest.mark.parametrize("out", ["mine", "..", ".", "link"])
