@@ -92,7 +92,8 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, Cause):
         return {"type": "Cause", "name": value.name}
     if is_dataclass(value):
-        given = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != _default(f)}
+        own = [f for f in fields(value) if f.init]
+        given = {f.name: getattr(value, f.name) for f in own if getattr(value, f.name) != _default(f)}
         return {"type": type(value).__name__} | {name: _encoded(v) for name, v in given.items()}
     if isinstance(value, (list, tuple)):
         return [_encoded(v) for v in value]

@@ -75,7 +75,7 @@ class Centring(Action):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(rows.rows for rows in self.vectors),)
+        return (sum(rows.size[0] for rows in self.vectors),)
 
     @property
     def dimension(self) -> int:
@@ -85,7 +85,7 @@ class Centring(Action):
         return replace(self, shared=tuple(a for a in self.shared if a in others))
 
     def act_(self, state: State, t: Tensor) -> None:
-        for rows, c in zip(self.vectors, t.split([rows.rows for rows in self.vectors]), strict=True):
+        for rows, c in zip(self.vectors, t.split([rows.size[0] for rows in self.vectors]), strict=True):
             state.add(rows, c[:, None])
 
     def element(self, state: State) -> Tensor:
@@ -108,7 +108,7 @@ class Exchange(Action):
     def constant(self) -> tuple[Slot, ...]:
         """A single row that is a whole weight."""
         first, *more = self.source
-        alone = not more and first.rows == 1 and math.prod(first.shape) == first.size[1]
+        alone = not more and first.size[0] == 1 and math.prod(first.shape) == first.size[1]
         return self.source if alone else ()
 
     @property
@@ -144,13 +144,13 @@ class Length(Action):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.rows.rows,)
+        return (self.rows.size[0],)
 
     def act_(self, state: State, t: Tensor) -> None:
         state.write(self.rows, torch.einsum("i,i...->i...", torch.exp(t), state.read(self.rows)))
 
     def element(self, state: State) -> Tensor:
-        length = torch.linalg.vector_norm(state.read(self.rows).reshape(self.rows.rows, -1), dim=1)
+        length = torch.linalg.vector_norm(state.read(self.rows).reshape(self.rows.size[0], -1), dim=1)
         return -torch.where(length == 0, 1, length).log()
 
 

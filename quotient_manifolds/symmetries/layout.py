@@ -175,7 +175,7 @@ def _add_sublayer(
         into = [
             affine(root, n, outputs=slice(start, start + ff))
             for n, r in zip(names, readers, strict=True)
-            for start in range(0, r.matrix.rows, ff)
+            for start in range(0, r.matrix.size[0], ff)
         ]
         if kind := _kind(root, at, choice.act):  # a gate's rows may come before the neurons'
             w.neurons.append(neurons(name, kind, into[-1], writer))
@@ -212,7 +212,7 @@ def _add_embeddings(w: Wiring, root: nn.Module, layout: Layout, name: str, at: s
             w.common += [(f"{name}{label}", b, tuple(added[0][1])) for b in source if added[0][1]]
     for names, slots in tables.items():  # from the first to the last row
         start, d = min(b.offset for b in slots), slots[0].size[1]
-        stop = max(b.offset + b.rows * d for b in slots)
+        stop = max(b.offset + b.size[0] * d for b in slots)
         w.tables.append((f"{name}{names}", replace(slots[0], offset=start, size=((stop - start) // d, d))))
     if layout.first:
         first = norm(root, *within(at, *layout.first))

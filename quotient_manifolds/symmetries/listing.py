@@ -184,7 +184,7 @@ def _head_bias(
     outputs: tuple[tuple[Slot, Slot], ...] = (),
 ) -> HeadBias | None:  # fmt: skip
     """Move the only bias in the rows of a head, or what stands for it, against the biases of ``outputs``."""
-    biases = [s for s in rows if s.rows == 1]
+    biases = [s for s in rows if s.size[0] == 1]
     site = _reads(shifted, rows[0]) if len(rows) == 1 and not biases else None
     if len(biases) != 1 and site is None:
         return None

@@ -144,7 +144,7 @@ class Reader(Action):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.affine.matrix.rows,)
+        return (self.affine.matrix.size[0],)
 
     def act_(self, state: State, t: Tensor) -> None:
         W = state.read(self.affine.matrix)
@@ -190,7 +190,7 @@ class HeadBias(Action):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.affine.matrix.rows,)
+        return (self.affine.matrix.size[0],)
 
     def act_(self, state: State, t: Tensor) -> None:
         _add_constant(state, self.affine, self.norm, t)

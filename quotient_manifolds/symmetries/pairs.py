@@ -59,8 +59,8 @@ class _Place:
     kind: str
     head: int | None
     part: str
-    G: tuple[Slot, ...]
-    H: tuple[Slot, ...]
+    slots: tuple[Slot, ...]
+    names: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -69,16 +69,6 @@ class _Place:
             return self.module
         which = "" if self.head is None else f"{'expert' if self.kind == 'lora' else 'head'} {self.head}"
         return " ".join(word for word in (self.module, self.kind, which, self.part) if word)
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The slots of both factors, as far as they are known."""
-        return self.G + self.H
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the weights that the slots lie in, each once."""
-        return tuple(dict.fromkeys(s.name for s in self.slots))
 
 
 @dataclass(frozen=True)
@@ -106,6 +96,14 @@ class SymmetricPair(_Place):
         s: α/r for LoRA as it was when the pair was found, otherwise 1. Optimisers and distances count it.
     metric : {"inv", "mix", None}
         That of a point which states its own: a ``geoopt.ManifoldParameter``.
+    slots, names : tuple of Slot, tuple of str
+        The slots of both factors, and the names of the weights that they lie in, each once.
+    layout : tuple of (tuple of int)
+        Rows of every slot of G, and of every slot of H.
+    n, m : int
+        All rows of G and of H.
+    thin : bool
+        A factor has too few rows for full column rank, which GL needs.
 
     Raises
     ------
@@ -135,13 +133,20 @@ class SymmetricPair(_Place):
     null: tuple[Slot, ...] = field(default=(), repr=False)
     scale: float = 1.0
     metric: str | None = None
+    slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    layout: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    n: int = field(init=False, repr=False, compare=False)
+    m: int = field(init=False, repr=False, compare=False)
+    thin: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.group, GL) or not all(isinstance(s, Slot) for s in self.slots):
+        slots = self.G + self.H
+        if not isinstance(self.group, GL) or not all(isinstance(s, Slot) for s in slots):
             raise TypeError(
                 f"pair {self.name!r} needs a group, such as GL(4), and slots, as slot(model, name) makes them"
             )
-        for s in self.slots:
+        for s in slots:
             if s.size[1:] != self.group.columns:
                 raise ValueError(
                     f"pair {self.name!r}: the group {self.group} acts on {self.group.columns} columns, but the slot "
@@ -154,6 +159,11 @@ class SymmetricPair(_Place):
                 f"pair {self.name!r}: the same slot is in G and in H (tied weights); only an orthogonal group "
                 "is left, which is not supported; leave the layer out with quotient_manifolds.symmetries.skip"
             )
+        layout = tuple(tuple(s.size[0] for s in factor) for factor in (self.G, self.H))
+        n, m = map(sum, layout)
+        thin = not self.group.diagonal and self.group.h > min(n, m)
+        names = tuple(dict.fromkeys(s.name for s in slots))
+        vars(self).update(slots=slots, names=names, layout=layout, n=n, m=m, thin=thin)
 
     @property
     def label(self) -> str:
@@ -161,29 +171,9 @@ class SymmetricPair(_Place):
         return self.name
 
     @property
-    def n(self) -> int:
-        """Rows of G."""
-        return sum(s.rows for s in self.G)
-
-    @property
-    def m(self) -> int:
-        """Rows of H."""
-        return sum(s.rows for s in self.H)
-
-    @property
     def dimension(self) -> int:
         """Number of real parameters of the group."""
         return self.group.dimension
-
-    @property
-    def thin(self) -> bool:
-        """Whether a factor has too few rows for full column rank, which GL needs."""
-        return not self.group.diagonal and self.group.h > min(self.n, self.m)
-
-    @property
-    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows of every slot of G and of H."""
-        return tuple(s.rows for s in self.G), tuple(s.rows for s in self.H)
 
     @property
     def dropped(self) -> tuple[Slot, ...]:
@@ -220,6 +210,8 @@ class Refusal(_Place):
         The weights, as far as they are known, one column for every dimension of a head.
     null : tuple of Slot
         As that of the pair that was refused.
+    slots, names : tuple of Slot, tuple of str
+        The slots of G and H, and the names of the weights that they lie in, each once.
 
     Examples
     --------
@@ -237,6 +229,12 @@ class Refusal(_Place):
     G: tuple[Slot, ...] = field(default=(), repr=False)
     H: tuple[Slot, ...] = field(default=(), repr=False)
     null: tuple[Slot, ...] = field(default=(), repr=False)
+    slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        slots = self.G + self.H
+        vars(self).update(slots=slots, names=tuple(dict.fromkeys(s.name for s in slots)))
 
     @property
     def reason(self) -> str:

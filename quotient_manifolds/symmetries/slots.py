@@ -145,11 +145,6 @@ class Slot:
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    @property
-    def rows(self) -> int:
-        """Number of rows that the slot contributes to its stack."""
-        return self.size[0]
-
     @classmethod
     def from_view(cls, name: str, whole: Tensor, part: Tensor) -> Slot:
         """Describe a view, such as ``w[:2].T``, of a weight's :func:`outline` w."""
@@ -162,7 +157,7 @@ class Slot:
         down, right = self.stride
         size = (count,) if rotary is None else (count // 2, 2)
         stride = {None: (right,), "half": (right, right * (count // 2)), "interleaved": (2 * right, right)}[rotary]
-        return replace(self, offset=self.offset + start * right, size=(self.rows, *size), stride=(down, *stride))
+        return replace(self, offset=self.offset + start * right, size=(self.size[0], *size), stride=(down, *stride))
 
     def transposed(self) -> Slot:
         """View the same numbers, columns as rows."""
@@ -183,7 +178,7 @@ def renamed(value: T, name_of: Callable[[str], str]) -> T:
     if isinstance(value, Slot):
         return replace(value, name=name_of(value.name))
     if is_dataclass(value):
-        changed = {f.name: renamed(getattr(value, f.name), name_of) for f in fields(value)}
+        changed = {f.name: renamed(getattr(value, f.name), name_of) for f in fields(value) if f.init}
         return replace(value, **changed)  # type: ignore[type-var]
     if isinstance(value, (list, tuple)):
         return type(value)(renamed(part, name_of) for part in value)
@@ -299,7 +294,7 @@ def _runs_of(column: Sequence[Slot], row: int) -> Iterator[Run]:
                 break
             step, stop = gap, stop + 1
         joined = replace(s, size=(stop - start, *s.size), stride=(step, *s.stride))
-        yield Run(joined, slice(start, stop), slice(row, row + s.rows))
+        yield Run(joined, slice(start, stop), slice(row, row + s.size[0]))
         start = stop
 
 
@@ -314,17 +309,13 @@ class SlotStack:
         row = 0
         for column in zip(*points, strict=True):
             self.runs.extend(_runs_of(column, row))
-            row += column[0].rows
+            row += column[0].size[0]
         self.group = group
         self.shape = (len(points), row, *self.runs[0].slot.size[2:]) if self.runs else (len(points), 0)
+        self.names = tuple(dict.fromkeys(run.slot.name for run in self.runs))
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the weights, each once."""
-        return tuple(dict.fromkeys(run.slot.name for run in self.runs))
 
     def gather(self, weights: Mapping[str, Tensor], like: Tensor | None = None) -> Tensor:
         """Copy rows of weights, or of gradients, differentiably; absent weights are zeros of the kind of ``like``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,11 +67,7 @@ class PairStack(SlotStack):
                 raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape, group or metric; see stacks()")
         self.n, self.m, self.metric = first.n, first.m, first.metric
         super().__init__([p.slots for p in self.pairs], first.group)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Names of the weights, each once, including those of dropped slots."""
-        return tuple(dict.fromkeys([*super().names, *(s.name for p in self.pairs for s in p.null)]))
+        self.names = tuple(dict.fromkeys([*self.names, *(s.name for p in self.pairs for s in p.null)]))
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""

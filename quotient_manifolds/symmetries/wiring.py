@@ -316,5 +316,5 @@ def neurons(name: str, kind: str, up: Affine, down: Affine) -> SymmetricPair:
     >>> print(neurons("mlp", "relu", affine(model, "0"), affine(model, "2")).group)
     (ℝ+)^8
     """
-    group = GL(up.matrix.rows, diagonal=True, positive=kind == "relu")
+    group = GL(up.matrix.size[0], diagonal=True, positive=kind == "relu")
     return SymmetricPair(name, kind, group, tuple(up.written), (down.matrix,), part="neurons")

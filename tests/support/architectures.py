@@ -148,9 +148,9 @@ def change(model, run, condition=10.0):
 def without_first_row(p):
     """One row of G forgotten: a bias, or an input."""
     first = p.G[-1]
-    if first.rows > 1:
+    if first.size[0] > 1:
         smaller = dataclasses.replace(
-            first, offset=first.offset + first.stride[0], size=(first.rows - 1, *first.size[1:])
+            first, offset=first.offset + first.stride[0], size=(first.size[0] - 1, *first.size[1:])
         )
         return dataclasses.replace(p, G=(*p.G[:-1], smaller))
     return dataclasses.replace(p, G=p.G[:-1])

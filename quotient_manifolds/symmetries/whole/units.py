@@ -171,7 +171,7 @@ def cells_of(symmetries: Symmetries, weights: Mapping[str, Tensor]) -> list[Cell
             parts.append(Part("neurons", [pair.slots], pair.group, pair.n, True))
             slots = tuple(s for s in slots if s not in pair.slots)
         if slots:
-            n = sum(s.rows for s in slots[:-1]) if name in w.odd else 0
+            n = sum(s.size[0] for s in slots[:-1]) if name in w.odd else 0
             parts.append(Part("neurons", [slots], GL(slots[0].size[1], diagonal=True), n, True, signs=n > 0))
         found.append(Cell(name, tuple(parts), parts[0].group.h))
     taken, kept = set[str](), []
@@ -190,7 +190,7 @@ def _heads(name: str, claims: Sequence[Claim]) -> list[Cell]:
         one = units.get(key, p)
         units[key] = replace(one, G=unique(one.G + p.G), H=unique(one.H + p.H))
     layouts = {
-        (kind, _group(p), tuple(s.rows for s in p.G), tuple(s.rows for s in p.H))
+        (kind, _group(p), tuple(s.size[0] for s in p.G), tuple(s.size[0] for s in p.H))
         for (kind, _), units in shared.items()
         for p in units.values()
     }
@@ -202,7 +202,7 @@ def _heads(name: str, claims: Sequence[Claim]) -> list[Cell]:
     parts = []
     for (kind, _), units in shared.items():
         first, *_ = units.values()
-        n, m = (sum(s.rows for s in side) for side in (first.G, first.H))
+        n, m = (sum(s.size[0] for s in side) for side in (first.G, first.H))
         rows = torch.arange(n, n + m) if kind == "vo" else torch.arange(n)
         each = rows.view(queries, -1) if queries > 1 else None
         group = _group(first)

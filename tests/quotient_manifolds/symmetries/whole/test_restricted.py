@@ -220,7 +220,7 @@ def tangents(found, weights):
             rows = torch.cat([x[:, : p.n] * (1 - L), x[:, p.n :] * (1 + L.conj())], -2)
         else:
             rows = torch.cat([x[: p.n] - x[: p.n] @ L, x[p.n :] + x[p.n :] @ L.mH])
-        for s, own in zip(p.slots, p.group.from_point(rows[None])[0].split([s.rows for s in p.slots]), strict=True):
+        for s, own in zip(p.slots, p.group.from_point(rows[None])[0].split([s.size[0] for s in p.slots]), strict=True):
             state.write(s, own)
         return flat(state)
 
