@@ -291,11 +291,11 @@ class NetworkParts:
         """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
         if (roles := roles_of(layer)) is None:
             return
-        for letter, where in roles.projections.items():
+        for letter, where in roles.items():
             owned = [where.name(where.weight)]
-            owned += [where.name(where.bias, where.bias_path)] * (letter != "o")
+            owned += [where.name(where.bias)] * (letter != "o")
             for name in (f"{path}.{own}".removeprefix(".") for own in owned):
-                rest = set(roles.homes[letter])
+                rest = set(where.letters)
                 for part, _ in self._inside.get(name, ()):
                     rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
                 yield name, "Q–K" if rest & {"q", "k"} else "V–O"

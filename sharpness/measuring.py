@@ -139,7 +139,7 @@ def _heads_of(model: nn.Module, objective: Objective, batch: Any) -> list[Symmet
     from quotient_manifolds.symmetries.placing import placing, settled
 
     roles = map(roles_of, candidates(model).values())
-    if all(r is not None and all(len(home) == 1 for home in r.homes.values()) for r in roles):
+    if all(r is not None and all(len(p.letters) == 1 for p in r.values()) for r in roles):
         return []
     placed, found = placing(model), examine_model(model, partial(objective.value, model, batch))
     return pairs_of(settled([p for path, claims in found.items() for p in placed(claims, path)], model))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -13,11 +13,6 @@ from torch import nn
 from .lora import is_lora, lora_factors, lora_obstacle
 from .pairs import Cause, Claim, Refusal, SymmetricPair
 from .slots import GL, PLANES, Slot, outline, slot
-
-
-def part_of(module: nn.Module, path: str) -> Any:
-    """Return a part of a module by its path, of TorchScript's too."""
-    return attrgetter(path)(module) if path else module
 
 
 @dataclass(frozen=True)
@@ -78,10 +73,11 @@ class Rows:
     name: str
     shared: bool
 
-    def input_slots(self, head: int, size: int) -> tuple[Slot, ...]:
-        """Return the rows of a head; none if heads have another size than the rows."""
-        rows = slot(self.root, self.name, slice(None) if self.shared else slice(head, head + 1))
-        return (rows,) if rows.size[1] == size else ()
+    def slots(self, number: int, size: int) -> list[tuple[Slot, ...]]:
+        """Return the rows of every head; none if heads have another size than the rows."""
+        heads = [slice(None) if self.shared else slice(head, head + 1) for head in range(number)]
+        found = [slot(self.root, self.name, rows) for rows in heads]
+        return [(rows,) if rows.size[1] == size else () for rows in found]
 
 
 @dataclass(frozen=True)
@@ -108,6 +104,12 @@ class Projection:
         Owner of the bias, if it is another module; there the heads are consecutive.
     further : tuple of Projection or Rows
         Others that add to the same scores, such as those of positions: more rows of the same stack.
+    into : bool
+        It leads into head space, as those of queries, keys and values do, and not out of it.
+    letters : str
+        Those of all projections in its matrix, such as ``"qkv"``, if only :class:`Heads` say which rows are whose.
+    module : nn.Module
+        The owner of the weight.
 
     Examples
     --------
@@ -134,96 +136,117 @@ class Projection:
     stacked: bool = False
     bias_path: str | None = None
     further: tuple[Projection | Rows, ...] = ()
+    into: bool = True
+    letters: str = ""
+    module: Any = field(init=False, repr=False, compare=False)
 
-    @property
-    def module(self) -> nn.Module:
-        """Owner of the weight."""
-        found: nn.Module = part_of(self.root, self.path)
-        return found
+    def __post_init__(self) -> None:
+        # Unlike get_submodule, this finds parts of TorchScript too.
+        vars(self).update(module=attrgetter(self.path)(self.root) if self.path else self.root)
 
-    def name(self, attribute: str, path: str | None = None) -> str:
+    def name(self, attribute: str) -> str:
         """Return a parameter's name in the layer; peft's modules show those of the ones that they wrap."""
-        path = self.path if path is None else path
-        while "." not in attribute and hasattr(part_of(self.root, path), "base_layer"):
-            path = f"{path}.base_layer".removeprefix(".")
+        owner, path = self.module, self.path
+        if attribute == self.bias and self.bias_path is not None:
+            owner, path = self.root.get_submodule(self.bias_path), self.bias_path
+        while "." not in attribute and hasattr(owner, "base_layer"):
+            owner, path = owner.base_layer, f"{path}.base_layer".removeprefix(".")
         return f"{path}.{attribute}".removeprefix(".")
 
-    def dimensions(self, *, into: bool = True) -> int:
-        """Return the total dimension of all heads, for a projection into head space or out of it."""
-        size = getattr(self.module, "out_features" if into else "in_features", None)  # quantised weights are packed
-        if self.weight == "weight" and isinstance(size, int):
+    def dimensions(self) -> int:
+        """Return the total dimension of all heads."""
+        size = getattr(self.module, "out_features" if self.into else "in_features", None)
+        if self.weight == "weight" and isinstance(size, int):  # quantised weights are packed
             return size
         weight: torch.Tensor = getattr(self.module, self.weight)
         if self.stacked:
-            return int(weight.shape[0] * weight.shape[2 if into else 1])
-        return int((weight if self.weight == "weight" else weight.flatten(1)).shape[into == self.conv1d])
+            return int(weight.shape[0] * weight.shape[2 if self.into else 1])
+        return int((weight if self.weight == "weight" else weight.flatten(1)).shape[self.into == self.conv1d])
 
-    def holds(self, size: int, *, into: bool = True) -> bool:
-        """Return whether heads of this size, or parts of heads, may lie in it."""
-        return not self.stacked or int(getattr(self.module, self.weight).shape[2 if into else 1]) % size == 0
+    def slots(self, number: int, size: int) -> list[tuple[Slot, ...]]:
+        """Return the rows of every head: of the weight and, into head space, of whatever adds to its output."""
+        if self.stacked:
+            found = [self._of_stack(number, size)]
+        else:
+            whole = [slot(self.root, self.name(self.weight), transpose=self.into != self.conv1d)]
+            if hasattr(self.module, "base_layer"):
+                whole += self._of_lora()
+            starts = self._starts(number, size, self.start, self.stride)
+            found = [[s.part(start, size) for start in starts] for s in whole]
+        heads = list(zip(*found, *self.biases(number, size), strict=True))
+        for p in self.further:
+            heads = [(*one, *more) for one, more in zip(heads, p.slots(number, size), strict=True)]
+        return heads
 
-    def _slice(self, head: int, size: int, start: int, stride: int) -> slice:
-        group, number = divmod(head, self.per)
-        first = start + group * (stride or size * self.per) + number * size
-        return slice(first, first + size)
+    def biases(self, number: int, size: int) -> list[list[Slot]]:
+        """Return the bias, one more row, of every head, in a list of its own; none without a bias."""
+        owner = self.module if self.bias_path is None else self.root.get_submodule(self.bias_path)
+        if not self.into or getattr(owner, self.bias, None) is None:
+            return []
+        name = self.name(self.bias)
+        if self.stacked:
+            parts = (divmod(head * size, getattr(owner, self.bias).shape[1]) for head in range(number))
+            return [[slot(self.root, name, slice(i, i + 1), slice(part, part + size)) for i, part in parts]]
+        start = self.start if self.bias_start is None else self.bias_start
+        starts = self._starts(number, size, start, self.stride if self.bias_path is None else 0)
+        whole = slot(self.root, name)
+        return [[whole.part(start, size) for start in starts]]
 
-    def _of_stack(self, head: int, size: int, *, into: bool) -> Slot:
-        """Return a head's rows, or a part of them, where each head has its own matrix."""
+    def _starts(self, number: int, size: int, start: int, stride: int) -> list[int]:
+        """Return the first dimension of every head."""
+        step = stride or size * self.per
+        return [start + head // self.per * step + head % self.per * size for head in range(number)]
+
+    def _of_stack(self, number: int, size: int) -> list[Slot]:
+        """Return the rows of every head, or a part of them, where each head has its own matrix."""
         name = self.name(self.weight)
         whole = outline(self.root, name)
-        number, part = divmod(head * size, whole.shape[2 if into else 1])
-        dims = slice(part, part + size)
-        return Slot.from_view(name, whole, whole[number][:, dims] if into else whole[number][dims].T)
+        parts = (divmod(head * size, whole.shape[2 if self.into else 1]) for head in range(number))
+        views = (whole[i][:, p : p + size] if self.into else whole[i][p : p + size].T for i, p in parts)
+        return [Slot.from_view(name, whole, view) for view in views]
 
-    def input_slots(self, head: int, size: int) -> tuple[Slot, ...]:
-        """Return a head's rows for a projection *into* head space: the weight, and whatever adds to its output."""
-        dims = self._slice(head, size, self.start, self.stride)
-        rows, columns = (slice(None), dims) if self.conv1d else (dims, slice(None))
-        if self.stacked:
-            slots = [self._of_stack(head, size, into=True)]
-        else:
-            slots = [slot(self.root, self.name(self.weight), rows, columns, transpose=not self.conv1d)]
-        for _, B in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
-            slots.append(slot(self.root, self.name(B), dims, transpose=True))
-            bias = B.rpartition(".")[0] + ".bias"
-            if getattr(part_of(self.module, B.rpartition(".")[0]), "bias", None) is not None:
-                slots.append(slot(self.root, self.name(bias), dims))
-        slots += self.bias_rows(head, size)
-        return (*slots, *(s for p in self.further for s in p.input_slots(head, size)))
-
-    def bias_rows(self, head: int, size: int) -> list[Slot]:
-        """Return where the bias, one more row, lies; empty if there is no bias."""
-        path = self.path if self.bias_path is None else self.bias_path
-        owner = part_of(self.root, path)
-        if getattr(owner, self.bias, None) is None:
-            return []
-        name = self.name(self.bias, path)
-        if self.stacked:
-            number, part = divmod(head * size, getattr(owner, self.bias).shape[1])
-            return [slot(self.root, name, slice(number, number + 1), slice(part, part + size))]
-        start = self.start if self.bias_start is None else self.bias_start
-        return [slot(self.root, name, self._slice(head, size, start, self.stride if self.bias_path is None else 0))]
-
-    def output_slots(self, head: int, size: int) -> tuple[Slot, ...]:
-        """Return rows of a stack for a projection *out of* head space: the head's slice of the weight."""
-        if self.stacked:
-            return (self._of_stack(head, size, into=False),)
-        dims = self._slice(head, size, self.start, self.stride)
-        rows, columns = (dims, slice(None)) if self.conv1d else (slice(None), dims)
-        weight = slot(self.root, self.name(self.weight), rows, columns, transpose=self.conv1d)
-        adapters = (slot(self.root, self.name(A), columns=dims) for A, _ in lora_factors(self.module))
-        return (weight, *adapters)
+    def _of_lora(self) -> list[Slot]:
+        """Return the columns of the factors that add to the weight: with (x Aᵀ) Bᵀ + b, Bᵀ and b, or A out of heads."""
+        found = []
+        for A, B in lora_factors(self.module):
+            adapter = B.rpartition(".")[0]
+            found.append(slot(self.root, self.name(B if self.into else A), transpose=self.into))
+            if self.into and getattr(attrgetter(adapter)(self.module), "bias", None) is not None:
+                found.append(slot(self.root, self.name(f"{adapter}.bias")))
+        return found
 
     def obstacle(self, examined: bool) -> str:
         """Explain why the module is not linear in its weight (and LoRA's); empty if it is."""
         cls, weight = type(self.module), getattr(self.module, self.weight, None)
-        if cls.__module__.startswith("peft.tuners.") and not is_lora(self.module):
+        by_peft = cls.__module__.startswith("peft.tuners.")
+        if by_peft and not is_lora(self.module):
             return f"no known symmetry of {cls.__module__.split('.')[2]}'s {cls.__name__}"
         if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
             return f"quantised: the weight has dtype {str(weight.dtype).removeprefix('torch.')}"
         if not examined and isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
             return f"{cls.__name__} is a subclass of Linear with its own forward"
-        return lora_obstacle(self.module)
+        return lora_obstacle(self.module) if by_peft else ""
+
+
+def pairs_of_roles(roles: Mapping[str, Projection], **kinds: Heads) -> list[Claim]:
+    """List the pairs of some kinds (``qk``, ``vo``) with these heads, head by head, from projections by their letters.
+
+    Of a matrix of several letters, :class:`Heads` say where the heads of each lie.
+    """
+    found = list[Claim]()
+    for kind, heads in kinds.items():
+        projections = []
+        for letter in kind:
+            whole = roles[letter]
+            if len(whole.letters) > 1:
+                number = {c: heads.number if c == "q" else heads.kv_number for c in whole.letters}
+                widths = {c: n // heads.blocks * heads.size for c, n in number.items()}
+                before = (c for c in heads.order[: heads.order.index(letter)] if c in widths)
+                start, stride = whole.start + sum(widths[c] for c in before), sum(widths.values())
+                whole = replace(whole, start=start, stride=stride, per=widths[letter] // heads.size)
+            projections.append(whole)
+        found += head_pairs(kind, heads, *projections)
+    return sorted(found, key=lambda p: p.head or 0)
 
 
 def head_pairs(kind: str, heads: Heads, one: Projection, two: Projection) -> Iterator[Claim]:
@@ -231,22 +254,24 @@ def head_pairs(kind: str, heads: Heads, one: Projection, two: Projection) -> Ite
 
     Of values and outputs (``"vo"``) the second projection leads out of head space.
     """
-    obstacle = one.obstacle(heads.examined) or two.obstacle(heads.examined)
+    size, several = heads.size, heads.kv_number
+    if obstacle := one.obstacle(heads.examined) or two.obstacle(heads.examined):
+        yield from (Refusal("", kind, heads.cause, heads.reason or obstacle, i) for i in range(heads.number))
+        return
+    # Keys and values may have fewer heads than queries and outputs.
+    first = one.slots(heads.number if two.into else several, size)
+    second = two.slots(several if two.into else heads.number, size)
+    nulls = two.biases(several, size) if kind == "qk" and heads.key_bias_null else []
     for i in range(heads.number):
-        j = i % heads.kv_number if heads.cyclic else i * heads.kv_number // heads.number
-        if obstacle:
-            yield Refusal("", kind, heads.cause, heads.reason or obstacle, i)
-            continue
-        G = one.input_slots(j if kind == "vo" else i, heads.size)
-        H = two.output_slots(i, heads.size) if kind == "vo" else two.input_slots(j, heads.size)
+        j = i % several if heads.cyclic else i * several // heads.number
+        G, H = (first[i], second[j]) if two.into else (first[j], second[i])
         if heads.reason or heads.cause is not Cause.BROKEN:
             yield Refusal("", kind, heads.cause, heads.reason, i, G=G, H=H)
-            continue
-        null = tuple(two.bias_rows(j, heads.size)) if kind == "qk" and heads.key_bias_null else ()
-        yield from _parts_of(kind, heads, i, (G, H, null))
+        else:
+            yield from _parts_of(kind, heads, i, (G, H, tuple(null[j] for null in nulls)))
 
 
-def _parts_of(kind: str, heads: Heads, head: int, factors: Sequence[tuple[Slot, ...]]) -> Iterator[Claim]:
+def _parts_of(kind: str, heads: Heads, head: int, factors: tuple[tuple[Slot, ...], ...]) -> Iterator[Claim]:
     """Divide a head into the planes that RoPE rotates, and the other dimensions."""
     size, turned = heads.size, heads.rotary_size if heads.group in PLANES else 0
     parts: list[tuple[str, GL, int, int, str | None]] = []
@@ -303,6 +328,5 @@ def attention_pairs(heads: Heads, *, q: Projection, k: Projection, v: Projection
     """
     size = heads.size or getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads.number
     qk = replace(heads, size=size, kv_number=heads.kv_number or heads.number)
-    vo = Heads(qk.number, qk.kv_number, size)
-    pairs = [*head_pairs("qk", qk, q, k), *head_pairs("vo", vo, v, o)]
-    return sorted(pairs, key=lambda p: p.head or 0)
+    roles = {"q": q, "k": k, "v": v, "o": replace(o, into=False)}
+    return pairs_of_roles(roles, qk=qk, vo=Heads(qk.number, qk.kv_number, size))

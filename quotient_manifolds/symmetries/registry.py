@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..passes import eager, tensors
 from ..weights import ByClass, is_sharded, plain_class, plain_names, trained, weights_of
-from .attention import Heads
+from .attention import Heads, pairs_of_roles
 from .found import Symmetries, check_symmetries
 from .lora import is_lora
 from .pairs import Cause, Claim, no_pair
@@ -257,15 +257,10 @@ def uncovered(
 _APPENDED = ("bias_k", "add_zero_attn")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _QK_NORMS = ("q_norm", "k_norm", "ln_q", "scaled_cosine")
+_INNER_NORMS = ("norm", "ln_inner")
 _QK_NORM = "queries and keys are normalised (q_norm, k_norm): no continuous symmetry"
 _INNER_NORM = "the heads' outputs are normalised before the output projection: no symmetry"
 _WRAPPED = "peft merges LoRA into this layer at every forward pass; only the adapter's own symmetry is offered"
-
-
-def _has(module: nn.Module, *names: str) -> bool:
-    """Return whether one of these parts exists and does something."""
-    found = (getattr(module, name, None) for name in names)
-    return any(m is not None and m is not False and not isinstance(m, nn.Identity) for m in found)
 
 
 def _rotary_size(module: Any, size: int, partial: bool) -> int:
@@ -296,16 +291,22 @@ def _of_known_class(row: dict[str, str], module: nn.Module) -> list[Claim]:
     qk, vo = fits
     if group in PLANES:
         qk = replace(qk, rotary_size=_rotary_size(module, qk.size, bool(partly)))
+    parts = {name: getattr(module, name, None) for name in (*_APPENDED, *_QK_NORMS, *_INNER_NORMS, "gate")}
+    doing = {n for n, m in parts.items() if m is not None and m is not False and not isinstance(m, nn.Identity)}
     # The key bias also multiplies the queries of positions; appended keys do not receive it.
-    null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and not _has(module, *_APPENDED)
-    qk = replace(qk, group=group, reason=_QK_NORM * _has(module, *_QK_NORMS), key_bias_null=null)
-    if _has(module, "norm", "ln_inner"):
+    null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and doing.isdisjoint(_APPENDED)
+    qk = replace(qk, group=group, reason="" if doing.isdisjoint(_QK_NORMS) else _QK_NORM, key_bias_null=null)
+    if not doing.isdisjoint(_INNER_NORMS):
         vo = replace(vo, reason=_INNER_NORM)
-    elif _has(module, "gate"):  # a separate number for every dimension
+    elif "gate" in doing:  # a separate number for every dimension
         vo = replace(vo, group="diagonal")
-    if isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj):
+    if (
+        isinstance(module, nn.MultiheadAttention)
+        and hasattr(module.out_proj, "base_layer")
+        and is_lora(module.out_proj)
+    ):
         qk, vo = (replace(heads, reason=_WRAPPED) for heads in (qk, vo))
-    return roles.pairs(qk=qk, vo=vo)
+    return pairs_of_roles(roles, qk=qk, vo=vo)
 
 
 #: Classes, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix

@@ -6,15 +6,15 @@ Names and shapes propose; gradients and a move decide what holds (:mod:`.examina
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from .attention import Heads, Projection, Rows, head_pairs, part_of
+from .attention import Heads, Projection, Rows, head_pairs, pairs_of_roles
 from .pairs import Claim
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
@@ -37,6 +37,7 @@ _FURTHER = frozenset({"pos", "global", "relative"})
 _ADDED = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "r_w_bias", "r_r_bias", "r_s_bias")
 _SHARED = ("rel_pos_h", "rel_pos_w")
 _KEYS = ("r_kernel", "seg_embed")
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d)
 #: Largest head size that is tried.
 LARGEST = 512
 #: Parts of latent attention; and the projection of its queries, with that of a gate beside them in the second.
@@ -45,72 +46,47 @@ _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head
 _QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")
 
 
-@dataclass(frozen=True)
-class Roles:
-    """The projections of an attention layer, by the letters ``"q"``, ``"k"``, ``"v"``, ``"o"``.
+def _read(name: str, further: Collection[str] = ()) -> tuple[set[str], str | None]:
+    """Return the words of a parameter's name that matter, and the letters of its role; None if it has none."""
+    words = re.split(r"[._\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    words = {w for w in words if w and w not in _NOISE}
+    known = words.difference(further)
+    if not known <= _LETTERS.keys():
+        return words, None
+    letters = "".join(_LETTERS[w] for w in known)
+    return words, "".join(c for c in "qkvo" if c in letters) or "o"
 
-    ``homes`` says which letters lie in the same matrix as a letter, such as ``"qkv"``.
+
+def _weights(root: nn.Module) -> Iterator[Projection]:
+    """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices.
+
+    Gradients and moves judge those with a forward of their own.
     """
-
-    projections: Mapping[str, Projection]
-    homes: Mapping[str, str]
-
-    def width(self, letter: str) -> int:
-        """Total number of head dimensions of all heads, in the matrix that contains a letter."""
-        return self.projections[letter].dimensions(into=letter != "o")
-
-    def placed(self, letter: str, heads: Heads) -> Projection:
-        """Describe where a letter's heads lie."""
-        home, whole = self.homes[letter], self.projections[letter]
-        if home == letter:
-            return whole
-        share = {c: (heads.number if c == "q" else heads.kv_number) // heads.blocks * heads.size for c in home}
-        start = whole.start + sum(share[c] for c in heads.order[: heads.order.index(letter)] if c in home)
-        return replace(whole, start=start, stride=sum(share.values()), per=share[letter] // heads.size)
-
-    def pairs(self, **kinds: Heads) -> list[Claim]:
-        """List the pairs of some kinds (``qk``, ``vo``) with these heads, head by head."""
-        found = (head_pairs(c, heads, *(self.placed(x, heads) for x in c)) for c, heads in kinds.items())
-        return sorted(chain(*found), key=lambda p: p.head or 0)
+    inside = "."  # the last projection, whose parts are none
+    for path, module in root.named_modules(remove_duplicate=False):
+        if path.startswith(inside):
+            continue
+        base = getattr(module, "base_layer", module)
+        cls = type(base).__name__
+        if (
+            isinstance(base, (nn.Linear, nn.Conv1d, nn.Conv2d))
+            or cls in ("Conv1D", "QuantLinear")
+            or base is not module
+        ):
+            inside = f"{path}." if path else ""
+            yield Projection(root, path, conv1d=cls == "Conv1D")
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            if p.dim() == 2 and name.endswith("weight") and name != "weight":
+                yield Projection(root, path, name, f"{name.removesuffix('weight')}bias")
+            elif p.dim() == 3 and (found := _STACKED.fullmatch(name)):
+                yield Projection(root, path, name, f"{found[1]}b{found[2]}", stacked=True)
 
 
-def _words(name: str) -> set[str]:
-    """Split a parameter's name into the words that matter."""
-    words = [w for w in re.split(r"[._\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) if w]
-    return {w for w in words if w not in _NOISE}
-
-
-def _letters(words: set[str]) -> str | None:
-    """Return the letters of a role, or None if it is not a projection."""
-    if not words <= _LETTERS.keys():
-        return None
-    letters = "".join(_LETTERS[w] for w in words)
-    return "".join(c for c in "qkvo" if c in letters) or "o"
-
-
-def _projects(module: nn.Module) -> bool:
-    """Return whether a module may be a projection; gradients and moves judge those with a forward of their own."""
-    return isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(module).__name__ in ("Conv1D", "QuantLinear")
-
-
-def _weights(root: nn.Module, path: str = "") -> Iterator[Projection]:
-    """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices."""
-    module = part_of(root, path)
-    base = getattr(module, "base_layer", module)
-    if _projects(base) or base is not module:
-        yield Projection(root, path, conv1d=type(base).__name__ == "Conv1D")
-        return
-    for name, p in module.named_parameters(recurse=False):
-        if p.dim() == 2 and name.endswith("weight") and name != "weight":
-            yield Projection(root, path, name, f"{name.removesuffix('weight')}bias")
-        elif p.dim() == 3 and (found := _STACKED.fullmatch(name)):
-            yield Projection(root, path, name, f"{found[1]}b{found[2]}", stacked=True)
-    for name, _ in module.named_children():
-        yield from _weights(root, f"{path}.{name}".removeprefix("."))
-
-
-def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> Roles | None:
+def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> dict[str, Projection] | None:
     """Read the roles of the weights in a module from their names; None if they do not form one attention layer.
+
+    They are projections by the letters ``"q"``, ``"k"``, ``"v"``, ``"o"``.
 
     A layer whose name says nothing ("proj") is the output where no other layer is; of several, the one that is not
     ``idle``. If that is not known, they are told apart later.
@@ -122,9 +98,8 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
     unnamed: list[Projection] = []
     for found in _weights(module):
         name = found.path if found.weight == "weight" else found.name(found.weight)
-        words = _words(name)
-        letters = "qkv" if name.lower().endswith(_PACKED) else _letters(words - _FURTHER)
-        letters = "k" if name.endswith("linear_pos") else letters
+        words, letters = _read(name, _FURTHER)
+        letters = "qkv" if name.lower().endswith(_PACKED) else "k" if name.endswith("linear_pos") else letters
         if letters is None or (letters == "o" and words & _FURTHER):
             continue
         if not words and letters == "o":
@@ -144,65 +119,67 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
         return None
-    for letter, rows in _rows(module, {p.path for p in main.values()}):
-        further[letter] = (*further.get(letter, ()), rows)
-    homes = {c: letters for letters in main for c in letters}
-    beside = {c: _beside(module, main, c) if c != "o" else {} for c in homes}
-    return Roles({c: replace(main[homes[c]], further=further.get(c, ()), **beside[c]) for c in homes}, homes)
+    more, biases = _elsewhere(module, main)
+    found = dict[str, Projection]()
+    for letters, whole in main.items():
+        for c in letters:
+            rows = (*further.get(c, ()), *more.get(c, ()))
+            found[c] = replace(whole, letters=letters, into=c != "o", further=rows, **biases.get(c, {}))
+    return found
 
 
-def _rows(module: nn.Module, layers: Container[str]) -> Iterator[tuple[str, Projection | Rows]]:
-    """Iterate over further rows of factors, and the letters that they belong to.
+def _elsewhere(
+    module: nn.Module, main: Mapping[str, Projection]
+) -> tuple[dict[str, list[Projection | Rows]], dict[str, dict[str, Any]]]:
+    """Find by their letters what projections lack: further rows of factors, and biases that lie elsewhere.
 
-    They are parameters of relative positions that no layer holds, and what torch's layer appends to keys and values.
+    Rows are parameters of relative positions that no layer holds, and what torch's layer appends to keys and values.
     """
+    layers = {p.path for p in main.values()}
+    further, biases = defaultdict[str, list[Projection | Rows]](list), defaultdict[str, dict[str, Any]](dict)
     for path, owner in module.named_modules():
         for name, p in owner.named_parameters(recurse=False):
             if name in (*_ADDED, *_SHARED) and p.dim() == 2:
                 rows = Rows(module, f"{path}.{name}".removeprefix("."), shared=name in _SHARED)
-                yield "q" if name in _ADDED else "k", rows
+                further["q" if name in _ADDED else "k"].append(rows)
             elif name in _KEYS and p.dim() == 3:
-                yield "k", Projection(module, path, name, conv1d=True)
+                further["k"].append(Projection(module, path, name, conv1d=True))
             elif name in ("bias_k", "bias_v") and path in layers:  # else of another meaning
-                yield name[-1], Projection(module, path, name, "", conv1d=True)
+                further[name[-1]].append(Projection(module, path, name, "", conv1d=True))
+            elif name in ("q_bias", "k_bias", "v_bias") and name[0] not in main:
+                biases[name[0]] |= {"bias_path": path, "bias": name, "bias_start": 0}
+            elif name == "in_proj_bias":
+                for i, c in enumerate("qkv"):
+                    if c in main:
+                        biases[c] |= {"bias": name, "bias_start": i * main[c].dimensions()}
+    return further, biases
 
 
 def holds_keys(module: nn.Module) -> bool:
     """Return whether the children of a module are named like keys, values and outputs, with or without queries."""
-    found = (_letters(_words(n)) for n, m in module.named_children() if _projects(m))
-    return set("kvo") <= set("".join(letters or "" for letters in found))
+    children = (p.path for p in _weights(module) if p.weight == "weight" and p.path and "." not in p.path)
+    return set("kvo") <= set("".join(_read(name)[1] or "" for name in children))
 
 
-def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> dict[str, Any]:
-    """Find a bias that does not lie with its weight."""
-    found: dict[str, Any] = {}
-    for path, owner in module.named_modules():
-        known = {name for name, p in owner.named_parameters(recurse=False) if p is not None}
-        if letter not in main and f"{letter}_bias" in known:
-            found |= {"bias_path": path, "bias": f"{letter}_bias", "bias_start": 0}
-        if letter in main and "in_proj_bias" in known:
-            found |= {"bias": "in_proj_bias", "bias_start": "qkv".index(letter) * main[letter].dimensions()}
-    return found
-
-
-def possible_heads(roles: Roles, kind: str, number: int | None = None) -> Iterator[Heads]:
+def possible_heads(roles: Mapping[str, Projection], kind: str, number: int | None = None) -> Iterator[Heads]:
     """List where the heads may lie: so many, where their number is known."""
-    apart = kind == "qk" and roles.homes["q"] != "qkv"  # in one matrix with the values, all heads have the same size
-    queries = roles.width("q") // len(roles.homes["q"]) if apart else roles.width("o")
-    letter = "k" if kind == "qk" else "v"
-    keys, others = roles.homes[letter], len(roles.homes[letter].replace("q", ""))
-    shared = roles.width(letter) - queries * ("q" in keys)
+    apart = kind == "qk" and roles["q"].letters != "qkv"  # in one matrix with the values, all heads have the same size
+    queries = roles["q"].dimensions() // len(roles["q"].letters) if apart else roles["o"].dimensions()
+    of_keys = roles["k" if kind == "qk" else "v"]
+    letters = of_keys.letters
+    shared, others = of_keys.dimensions() - queries * ("q" in letters), len(letters.replace("q", ""))
+    # Parts of heads may lie in a matrix of each head.
+    stacked = [roles[c] for c in kind if roles[c].stacked]
+    single = [getattr(p.module, p.weight).shape[2 if p.into else 1] for p in stacked]
     for h in range(1, LARGEST + 1) if number is None else (queries // number,):
-        if not h or queries % h or shared <= 0 or shared % (others * h):
+        if not h or queries % h or shared <= 0 or shared % (others * h) or any(width % h for width in single):
             continue
         found, kv_number = queries // h, shared // (others * h)
-        if not all(roles.projections[c].holds(h, into=c != "o") for c in kind):
-            continue
         if found % kv_number or found != (number or found):
             continue
-        several = [kv_number, *([4] if kv_number % 4 == 0 else [])] if len(keys) > 1 else []
+        several = [kv_number, *([4] if kv_number % 4 == 0 else [])] if len(letters) > 1 else []
         for blocks in sorted({1, *several}):
-            for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
+            for order in ("qkv", "qvk") if len(letters) == 3 else ("qkv",):
                 for cyclic in (False, True) if 1 < kv_number < found and blocks == 1 else (False,):
                     yield Heads(found, kv_number, h, blocks=blocks, order=order, cyclic=cyclic, examined=number is None)
 
@@ -219,7 +196,7 @@ def proposals(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None
     """List what the pairs of a layer may be; empty for a layer that is no attention, by the names in it."""
     roles = roles_of(module, idle)
     if roles is not None:
-        of_kind = {k: lambda heads, kind=k: roles.pairs(**{kind: heads}) for k in ("vo", "qk")}
+        of_kind = {k: lambda heads, kind=k: pairs_of_roles(roles, **{kind: heads}) for k in ("vo", "qk")}
         return [Proposal(kind, list(possible_heads(roles, kind)), pairs) for kind, pairs in of_kind.items()]
     latent = all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES)
     return list(_latent(module)) if latent else []
@@ -229,8 +206,8 @@ def _latent(m: Any) -> Iterator[Proposal]:
     """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
     nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
     source = next(a for a in _QUERIES if getattr(m, a, None) is not None)
-    v, o = Projection(m, "kv_b_proj", start=nope, stride=nope + size), Projection(m, "o_proj")
-    number = o.dimensions(into=False) // size
+    v, o = Projection(m, "kv_b_proj", start=nope, stride=nope + size), Projection(m, "o_proj", into=False)
+    number = o.dimensions() // size
     q, k = Projection(m, source, stride=Projection(m, source).dimensions() // number), replace(v, start=0)
     turned, shared = replace(q, start=nope), Projection(m, "kv_a_proj_with_mqa", start=m.kv_lora_rank)
 

@@ -16,6 +16,7 @@ from quotient_manifolds.symmetries import (
     registry,
     verify,
 )
+from quotient_manifolds.symmetries.attention import pairs_of_roles
 from quotient_manifolds.symmetries.registry import ByClass, candidates
 from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, possible_heads, proposals, roles_of
 from tests.support import networks, zoo
@@ -191,9 +192,10 @@ class Named(nn.Module):
 )
 def test_names_say_the_roles(widths, letters):
     found = roles_of(Named(**widths))
-    assert (None if found is None else set(found.homes.values())) == (None if letters is None else set(letters.split()))
+    said = None if found is None else {p.letters for p in found.values()}
+    assert said == (None if letters is None else set(letters.split()))
     if "pos_query_proj" in widths:
-        assert [c for c, p in found.projections.items() if p.further] == ["q"]
+        assert [c for c, p in found.items() if p.further] == ["q"]
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -207,7 +209,7 @@ def test_rows_of_one_matrix(blocks, order):
     split = {c: part.reshape(-1, size, 8) for c, part in zip(order, parts, strict=True)}
     place = Heads(heads, kv_heads, size, blocks=blocks, order=order)
     layer.o = nn.Linear(heads * size, 8)
-    for p in roles_of(layer).pairs(qk=place, vo=place):
+    for p in pairs_of_roles(roles_of(layer), qk=place, vo=place):
         x, g = p.gather(dict(layer.named_parameters())), p.head * kv_heads // heads
         first, second = ("q", "k") if p.kind == "qk" else ("v", None)
         assert torch.equal(x[:8].T, split[first][p.head if first == "q" else g])
@@ -236,9 +238,9 @@ def test_layers_of_other_classes_and_names():
         layer.add_module(name, QuantLinear())
     layer.linear_pos = nn.Linear(8, 8, bias=False)
     found = roles_of(layer)
-    assert sorted(set(found.homes.values())) == ["k", "o", "q", "v"]
-    assert [p.module for p in found.projections["k"].further] == [layer.linear_pos]
-    assert found.projections["q"].module is layer.project_q
+    assert sorted({p.letters for p in found.values()}) == ["k", "o", "q", "v"]
+    assert [p.module for p in found["k"].further] == [layer.linear_pos]
+    assert found["q"].module is layer.project_q
 
 
 def test_tensors_with_an_axis_of_heads():
@@ -247,7 +249,7 @@ def test_tensors_with_an_axis_of_heads():
     layer.o = nn.Linear(6, 8)
     layer.r_kernel, layer.r_w_bias = nn.Parameter(torch.randn(5, 2, 3)), nn.Parameter(torch.randn(2, 3))
     place = Heads(2, 2, 3)
-    _, _, qk, _ = roles_of(layer).pairs(qk=place, vo=place)
+    _, _, qk, _ = pairs_of_roles(roles_of(layer), qk=place, vo=place)
     q, k = (torch.cat([m.weight[3:].T, m.bias[None, 3:]]) for m in (layer.q, layer.k))
     assert torch.equal(
         qk.gather(dict(layer.named_parameters())), torch.cat([q, layer.r_w_bias[1:], k, layer.r_kernel[:, 1]])

@@ -52,7 +52,7 @@ def test_rotary_slots_read_planes_as_complex_numbers():
     layer = nn.Linear(3, 8, bias=False)
     weights = weights_of(layer)
     for pairing, planes in (("half", [(0, 2), (1, 3)]), ("interleaved", [(0, 1), (2, 3)])):
-        q, k = (tuple(b.part(0, 4, pairing) for b in Projection(layer).input_slots(head, 4)) for head in (1, 0))
+        q, k = (tuple(b.part(0, 4, pairing) for b in Projection(layer).slots(2, 4)[head]) for head in (1, 0))
         pair = SymmetricPair("p", "qk", GL(2, diagonal=True, field="complex"), q, k)
         x = pair.gather(weights)
         assert x.shape == (2, 6, 1)
@@ -71,7 +71,7 @@ def test_rotary_slots_read_planes_as_complex_numbers():
 
 def test_a_slot_is_a_place_in_whatever_has_its_name_and_notices_another_shape():
     layer = nn.Linear(4, 4)
-    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).input_slots(0, 2), Projection(layer).input_slots(1, 2))
+    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).slots(2, 2)[0], Projection(layer).slots(2, 2)[1])
     layer.weight = nn.Parameter(torch.ones(4, 4))
     assert pair.gather(weights_of(layer))[:4].eq(1).all()
     assert pair.gather({"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}).eq(0).all()  # such as a state dict
@@ -184,10 +184,10 @@ def test_groups_that_do_not_exist(wrong):
 
 def test_tied_and_doubled_slots_are_errors():
     layer = nn.Linear(4, 4)
-    q = Projection(layer).input_slots(0, 2)
+    q = Projection(layer).slots(2, 2)[0]
     with pytest.raises(ValueError, match="is in G and in H"):
         SymmetricPair("tied", "qk", GL(2), q, q)
-    k = Projection(layer).input_slots(1, 2)
+    k = Projection(layer).slots(2, 2)[1]
     twice = SymmetricPair("twice", "qk", GL(2), q, k)
     with pytest.raises(ValueError, match="already belong to pair 'twice'"):
         find(layer).adding(twice, replace(twice, module="again"))
