@@ -73,18 +73,14 @@ def is_point(p: Tensor) -> TypeGuard[Any]:
     return isinstance(p, ManifoldParameter)
 
 
-def _all_begin(model: nn.Module, prefix: str) -> bool:
-    """Return whether a model has parameters and the names of all of them begin so; most often the first one tells."""
-    names = (name.replace("_orig_mod.", "") for name, _ in model.named_parameters())
-    return next(names, "").startswith(prefix) and all(name.startswith(prefix) for name in names)
-
-
 def plain_names(model: nn.Module) -> Callable[[str], str]:
     """Return what strips the prefixes of ``torch.compile``, and of wrappers such as DDP, from a model's names."""
-    prefix = ""
-    while _all_begin(model, f"{prefix}module."):  # else a layer has this name
+    prefix, some = "", any(True for _ in model.parameters())
+    while some and all(
+        name.replace("_orig_mod.", "").startswith(f"{prefix}module.") for name, _ in model.named_parameters()
+    ):  # else a layer has this name
         prefix += "module."
-    return lambda name: f"{name}.".replace("_orig_mod.", "").removeprefix(prefix).removesuffix(".")
+    return lambda name: f"{name}.".replace("_orig_mod.", "").removeprefix(prefix).rstrip(".")
 
 
 def unwrapped(names: Iterable[str], known: Set[str]) -> list[str]:
@@ -123,7 +119,10 @@ def places_of(model: nn.Module) -> Counter[str]:
 
 
 def naming(model: nn.Module) -> Callable[[str, str], str]:
-    """Return what gives a weight of the module at a path its name in the model, of a tied one the first."""
+    """Return what gives a weight of the module at a path its name in the model, of a tied one the first.
+
+    The name "" gives that of the module.
+    """
     plain, first = plain_names(model), first_names(model)
 
     def name_of(path: str, own: str) -> str:

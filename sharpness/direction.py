@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import in_double
 from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries
-from quotient_manifolds.symmetries.registry import candidates, handler_of
+from quotient_manifolds.symmetries.registry import HANDLERS, candidates
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
 
@@ -268,7 +268,7 @@ class NetworkParts:
             for s in dict.fromkeys(pair.slots + pair.null):
                 self._inside.setdefault(s.name, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), s))
         plain = plain_names(model)
-        known = {name: m for name, m in model.named_modules() if handler_of(m) is not None}
+        known = {name: m for name, m in model.named_modules() if HANDLERS.of(m) is not None}
         layers = {plain(name): m for name, m in (known | candidates(model)).items()}
         attention = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"}
         attention |= set(map(_block, layers))

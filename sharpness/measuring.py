@@ -18,9 +18,9 @@ from quotient_manifolds.passes import to_device
 from quotient_manifolds.symmetries import Cause, Refusal, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.lora import zero_norm
 from quotient_manifolds.symmetries.pairs import pairs_of
-from quotient_manifolds.symmetries.registry import UnknownAttentionError, candidates, check_coverage, handler_of
+from quotient_manifolds.symmetries.registry import HANDLERS, UnknownAttentionError, candidates, check_coverage
 from quotient_manifolds.symmetries.roles import roles_of
-from quotient_manifolds.weights import plain_class, plain_names, weights_of
+from quotient_manifolds.weights import naming, plain_class, plain_names, weights_of
 
 from .building import trainable
 from .distributed import is_sharded_model, world_of
@@ -117,7 +117,7 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
             return [objective(model, part).loss for _, part in objective.pieces(model, batch)]
 
     found, plain = find(model, batch, forward=losses), plain_names(model)
-    classes = {plain(name): type(m).__name__ for name, m in model.named_modules() if handler_of(m) is None}
+    classes = {plain(name): type(m).__name__ for name, m in model.named_modules() if HANDLERS.of(m) is None}
     counts, reasons = Counter[str](), dict[str, dict[str, None]]()
     for p in found.claims:
         if p.module in classes:
@@ -136,13 +136,13 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
 def _heads_of(model: nn.Module, objective: Objective, batch: Any) -> list[SymmetricPair]:
     """List the pairs of layers of unknown classes, one by one; with names that tell all, none is examined."""
     from quotient_manifolds.symmetries.examination import examine_model
-    from quotient_manifolds.symmetries.placing import placing, settled
+    from quotient_manifolds.symmetries.found import placed, settled
 
     roles = map(roles_of, candidates(model).values())
     if all(r is not None and all(len(p.letters) == 1 for p in r.values()) for r in roles):
         return []
-    placed, found = placing(model), examine_model(model, partial(objective.value, model, batch))
-    return pairs_of(settled([p for path, claims in found.items() for p in placed(claims, path)], model))
+    name_of, found = naming(model), examine_model(model, partial(objective.value, model, batch))
+    return pairs_of(settled([p for path, claims in found.items() for p in placed(claims, path, name_of)], model))
 
 
 def _at_canonical_form(

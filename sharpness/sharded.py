@@ -160,11 +160,11 @@ class ShardedState(State):
         super().__init__(shards.weights)
         self._shards = shards
 
-    def of(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         """Return the whole value of a weight."""
         if name not in self._shards.of or (name not in self and self.weights[name].dim() < 2):
-            return super().of(name)
-        rows = self[name] if name in self else self._shards.local(name)
+            return super().__getitem__(name)
+        rows = super().__getitem__(name) if name in self else self._shards.local(name)
         return in_double(self._shards.whole(name, rows))
 
     def __setitem__(self, name: str, value: Tensor) -> None:
@@ -205,7 +205,7 @@ class ShardedSpace(WeightSpace):
             self.form = canonical_form(self.weights, symmetries, state=state)
             symmetries, constant = self.form.symmetries, self.form.constant
         if self.measure.elementwise == "vector":
-            lengths = vector_lengths(self.model, symmetries, lambda name: state.of(name).to(self.weights[name]))
+            lengths = vector_lengths(self.model, symmetries, lambda name: state[name].to(self.weights[name]))
         found = stacks_of(self.measure, symmetries, self.weights)
         self._all_pairs = tuple(p for s in found for p in s.pairs)
         shards.place(found, {} if self.form is None else self.form.values)

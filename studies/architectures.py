@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="types of transformers, names of timm, forms of open_clip")
     options = parser.parse_args()
     torch.set_default_dtype(torch.float64)
-    registry._HANDLERS.clear()
+    registry.HANDLERS.clear()
     found = rows()
     for name in options.models:
         try:

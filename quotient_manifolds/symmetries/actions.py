@@ -32,19 +32,16 @@ class State(dict[str, Tensor]):
         super().__init__()
         self.weights = weights
 
-    def of(self, name: str) -> Tensor:
-        """Return the value of a weight."""
-        if name not in self and name not in self.weights:
-            raise ValueError(f"there is no weight {name!r}; were these symmetries found in another model?")
-        return self[name] if name in self else in_double(self.weights[name].detach())
+    def __missing__(self, name: str) -> Tensor:
+        return in_double(self.weights[name].detach())
 
     def read(self, slot: Slot) -> Tensor:
         """Return the numbers of a slot, (rows, columns)."""
-        return slot.of(weight_of(slot, {slot.name: self.of(slot.name)}).contiguous())
+        return slot.read(self)
 
     def write(self, slot: Slot, rows: Tensor) -> None:
         """Change the numbers of a slot, differentiably."""
-        value = weight_of(slot, {slot.name: self.of(slot.name)}).clone(memory_format=torch.contiguous_format)
+        value = weight_of(slot, self).clone(memory_format=torch.contiguous_format)
         slot.of(value).copy_(rows)
         self[slot.name] = value
 

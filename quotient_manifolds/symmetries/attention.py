@@ -108,8 +108,8 @@ class Projection:
         It leads into head space, as those of queries, keys and values do, and not out of it.
     letters : str
         Those of all projections in its matrix, such as ``"qkv"``, if only :class:`Heads` say which rows are whose.
-    module : nn.Module
-        The owner of the weight.
+    module, bias_owner : nn.Module
+        The owners of the weight and of the bias.
 
     Examples
     --------
@@ -139,16 +139,19 @@ class Projection:
     into: bool = True
     letters: str = ""
     module: Any = field(init=False, repr=False, compare=False)
+    bias_owner: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        paths = (self.path, self.path if self.bias_path is None else self.bias_path)
         # Unlike get_submodule, this finds parts of TorchScript too.
-        vars(self).update(module=attrgetter(self.path)(self.root) if self.path else self.root)
+        module, bias_owner = (attrgetter(path)(self.root) if path else self.root for path in paths)
+        vars(self).update(module=module, bias_owner=bias_owner)
 
     def name(self, attribute: str) -> str:
         """Return a parameter's name in the layer; peft's modules show those of the ones that they wrap."""
         owner, path = self.module, self.path
         if attribute == self.bias and self.bias_path is not None:
-            owner, path = self.root.get_submodule(self.bias_path), self.bias_path
+            owner, path = self.bias_owner, self.bias_path
         while "." not in attribute and hasattr(owner, "base_layer"):
             owner, path = owner.base_layer, f"{path}.base_layer".removeprefix(".")
         return f"{path}.{attribute}".removeprefix(".")
@@ -180,12 +183,12 @@ class Projection:
 
     def biases(self, number: int, size: int) -> list[list[Slot]]:
         """Return the bias, one more row, of every head, in a list of its own; none without a bias."""
-        owner = self.module if self.bias_path is None else self.root.get_submodule(self.bias_path)
-        if not self.into or getattr(owner, self.bias, None) is None:
+        bias = getattr(self.bias_owner, self.bias, None)
+        if bias is None or not self.into:
             return []
         name = self.name(self.bias)
         if self.stacked:
-            parts = (divmod(head * size, getattr(owner, self.bias).shape[1]) for head in range(number))
+            parts = (divmod(head * size, bias.shape[1]) for head in range(number))
             return [[slot(self.root, name, slice(i, i + 1), slice(part, part + size)) for i, part in parts]]
         start = self.start if self.bias_start is None else self.bias_start
         starts = self._starts(number, size, start, self.stride if self.bias_path is None else 0)

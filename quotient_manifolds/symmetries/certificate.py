@@ -181,7 +181,7 @@ def orbit_residuals(stack: PairStack, weights: Mapping[str, Tensor], gradients: 
     number per column.
     """
     first = stack.runs[0].slot.read(weights)
-    like = stack.group.to_point(first.new_empty(1, 0, *stack.group.columns))
+    like = stack.group.to_point(first.new_empty(1, 0, *stack.shape[2:]))
     wide, h = at_least_float32(like.dtype), like.shape[-1]
     for name in stack.names:
         wide = torch.promote_types(wide, gradients.get(name, like).dtype)

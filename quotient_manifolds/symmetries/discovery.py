@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 from ..passes import Forward, Run, default_forward
-from ..weights import check_model, check_whole, first_names, is_point, plain_names, running_copy, weights_of
+from ..weights import check_model, check_whole, first_names, is_point, naming, plain_names, running_copy, weights_of
 from .certificate import ROUNDING, broken
 from .examination import examine_model
-from .found import Symmetries
+from .found import Symmetries, placed, settled
 from .lora import is_lora, lora_pairs, prefix_tuned
 from .pairs import Cause, Claim, SymmetricPair, refused
-from .placing import placing, settled
 from .points import point_pairs
-from .registry import handler_of
+from .registry import HANDLERS
 
 #: What :func:`find` finds by default, and all that it can be asked for.
 PAIRS = ("heads", "lora", "points")
@@ -99,25 +98,26 @@ def find(
 def claimed(model: nn.Module, run: Run | None, scope: Collection[str] = PAIRS) -> Symmetries:
     """List what handlers and examinations claim, before the outputs of the whole model decide."""
     check_model(model)
-    placed = placing(model)
+    name_of = naming(model)
+    by_peft = any(type(m).__module__.startswith("peft.") for m in model.modules())
     examined = {} if run is None or "heads" not in scope else examine_model(model, run)
     found: list[Claim] = []
     for path, module in model.named_modules():
-        handler = handler_of(module) if "heads" in scope else None
+        handler = HANDLERS.of(module) if "heads" in scope else None
         claims = [] if handler is None else list(handler(module))
-        claims += lora_pairs(module) if is_lora(module) and "lora" in scope else []
-        found += placed([*claims, *examined.get(path, ())], path)
+        if by_peft and "lora" in scope and is_lora(module):
+            claims += lora_pairs(module)
+        found += placed([*claims, *examined.get(path, ())], path, name_of)
     found = settled(found, model, decided=run is not None)
-    if prefix_tuned(model):
+    if by_peft and prefix_tuned(model):
         found = [p if p.kind == "lora" else refused(p, Cause.BROKEN, _PREFIXED) for p in found]
-    claims = _with_points(model, found) if "points" in scope else found
-    return replace(Symmetries.of_claims(claims), tied=tuple(sorted(first_names(model).items())))
+    if "points" in scope and any(map(is_point, model.parameters())):
+        found = _with_points(model, found)
+    return replace(Symmetries.of_claims(found), tied=tuple(sorted(first_names(model).items())))
 
 
 def _with_points(model: nn.Module, claims: list[Claim]) -> list[Claim]:
     """Put the points that hold weights in the place of the pairs of these weights, and add all others."""
-    if not any(map(is_point, model.parameters())):
-        return claims
     points = {p.name: p for p in point_pairs(model)}
     computed = {p.module for p in points.values() if p.kind != "point"}
     kept = [p for p in claims if isinstance(p, SymmetricPair) or p.name in points or p.module not in computed]

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from ..linalg import standard_normal
 from ..passes import Call, Run, Wide, drawing_again, eager, floats, record, tree_map
-from ..weights import preserve_model_state, running_copy, weights_of
+from ..weights import naming, preserve_model_state, running_copy, weights_of
 from .attention import Heads
 from .certificate import ROUNDING, broken, output_gradients
+from .found import placed
 from .pairs import Cause, Claim, Refusal, SymmetricPair, merged, no_pair, pairs_of
-from .placing import placing
-from .registry import Watch, candidates, handler_of, uncovered
+from .registry import HANDLERS, Watch, candidates, uncovered
 from .roles import Proposal, holds_keys, proposals
 from .slots import PLANES, SlotStack
 from .stacks import stacks
@@ -89,7 +89,7 @@ class Examination:
     """
 
     def __init__(self, twin: nn.Module, run: Run) -> None:
-        self.twin, self.run, self.weights, self._placed = twin, run, weights_of(twin), placing(twin)
+        self.twin, self.run, self.weights, self._name_of = twin, run, weights_of(twin), naming(twin)
 
     def sample(self, count: int = SAMPLES) -> Iterator[dict[str, Tensor]]:
         """Iterate over gradients of random cotangents at shifted inputs."""
@@ -116,6 +116,10 @@ class Examination:
         names = [name for name, p in self.weights.items() if id(p) in own and p.is_floating_point()]
         return bool(names) and not any(name in s and bool(s[name].any()) for s in self.samples for name in names)
 
+    def _pairs(self, proposal: Proposal, heads: Heads) -> list[Claim]:
+        """List the pairs of heads, with the names of the twin's weights."""
+        return placed(proposal.pairs(heads), "", self._name_of)
+
     def keeps(self, claims: Iterable[Claim]) -> bool:
         """Return whether moves along the pairs of the twin leave its outputs unchanged."""
         return not broken([p for p in pairs_of(merged(claims)) if not p.thin], self.weights, self.run)
@@ -125,22 +129,20 @@ class Examination:
         size = 0
         for proposal in proposals(self.twin, self._idle):
             heads = self._largest(proposal, size)
-            null = self._key_bias_is_null(pairs_of(merged(self._placed(proposal.pairs(heads), ""))))
+            null = self._key_bias_is_null(pairs_of(merged(self._pairs(proposal, heads))))
             yield proposal, (heads := self._confirmed(proposal, replace(heads, key_bias_null=null)))
             size = heads.size
 
     def claims(self) -> list[Claim]:
         """List the pairs of these heads, queries and keys first."""
-        chosen = [
-            p for proposal, heads in reversed(list(self.heads())) for p in self._placed(proposal.pairs(heads), "")
-        ]
+        chosen = [p for proposal, heads in reversed(list(self.heads())) for p in self._pairs(proposal, heads)]
         return sorted(chosen, key=lambda p: p.head or 0)
 
     def _largest(self, proposal: Proposal, size: int) -> Heads:
         """Find where heads lie and what acts on them: the largest group; in doubt of a size that others have."""
         none, options = Heads(1, 1, 1, reason=_NONE), []
         for heads in proposal.heads:
-            claims = merged(self._placed(proposal.pairs(heads), ""))
+            claims = merged(self._pairs(proposal, heads))
             wrong = next((p for p in claims if isinstance(p, Refusal)), None)
             if wrong is not None:
                 return replace(none, cause=wrong.cause, reason=wrong.detail)
@@ -167,7 +169,7 @@ class Examination:
         """Return heads with the group that a move confirms."""
         scales = heads.group == "diagonal" or heads.size == 1
         fits = [replace(heads, group=group) for group in (heads.group, *(("positive",) if scales else ()))]
-        return next((f for f in fits if self.keeps(self._placed(proposal.pairs(f), ""))), replace(heads, reason=_LOCAL))
+        return next((f for f in fits if self.keeps(self._pairs(proposal, f))), replace(heads, reason=_LOCAL))
 
 
 def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
@@ -213,7 +215,7 @@ def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Cl
         with Wide() if wide else nullcontext():
             used = _used_outputs(run, modules) if modules else {}
         found = {name: _claims_of(m, calls.get(name), examined, used.get(type(m), ())) for name, m in modules.items()}
-    known = [*(m for m in model.modules() if handler_of(m) is not None), *modules.values()]
+    known = [*(m for m in model.modules() if HANDLERS.of(m) is not None), *modules.values()]
     attending = [*watch.calls, *((m, "") for m in model.modules() if holds_keys(m))]
     unnamed = uncovered(model, attending, {inner for m in known for inner in m.modules()})
     return found | {path: no_pair(Cause.UNNAMED) for path, *_ in unnamed}

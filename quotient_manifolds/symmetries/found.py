@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..weights import unwrapped
-from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, refused
+from ..weights import is_sharded, places_of, unwrapped, weights_of
+from .pairs import Cause, Claim, Refusal, SymmetricPair, check_pairs, merged, refused
+from .slots import Slot
 
 if TYPE_CHECKING:
     from .actions import Action
@@ -107,7 +108,8 @@ class Symmetries:
             raise TypeError(
                 "names of weights are strings, as in dict(model.named_parameters()), not weights themselves"
             )
-        moving = set(unwrapped(names, {name for p in (*self.claims, *self.actions) for name in p.names}))
+        known = {name for p in (*self.pairs, *self.refused, *self.actions) for name in p.names}
+        moving = set(unwrapped(names, known))
         whole = [p for p in self.pairs if moving.issuperset(p.names)]
         by_lora = dict[str, bool]()  # whose a weight is: the best comes last
         for p in sorted(whole, key=lambda p: (p.thin, p.kind == "lora"), reverse=True):
@@ -122,7 +124,7 @@ class Symmetries:
                 out.append(refused(p, Cause.OVERLAPS, "that of the attention, whose weights are trained"))
             else:
                 out.append(_thin(p))
-        actions = _closed([a for a in self.actions if moving.issuperset(a.names)])
+        actions = _closed([a for a in self.actions if moving.issuperset(a.names)]) if self.actions else []
         kept, folded = set(actions), {a.label for a in actions}
         for a in (a for a in self.actions if a not in kept):
             still = sorted(set(a.names) - moving)
@@ -257,3 +259,68 @@ def _check_disjoint(pairs: Sequence[SymmetricPair], new: Sequence[SymmetricPair]
                         f"{every[owner - 1].name!r}"
                     )
                 own.fill_(i + 1)
+
+
+# -- from what layers claim to what holds in the model -----------------------------------------------------------------
+
+
+def placed(claims: Iterable[Claim], path: str, name_of: Callable[[str, str], str]) -> list[Claim]:
+    """Name the weights of claims on the module at a path as in the model, by its ``naming``: tied ones by the first."""
+    found = list[Claim]()
+    for p in claims:
+        G, H, null = (tuple(replace(s, name=name_of(path, s.name)) for s in side) for side in (p.G, p.H, p.null))
+        p = p if set(G).isdisjoint(H) else refused(p, Cause.TIED)
+        found.append(replace(p, module=name_of(path, ""), G=G, H=H, null=null))
+    return found
+
+
+def settled(claims: Iterable[Claim], model: nn.Module, *, decided: bool = False) -> list[Claim]:
+    """Merge pairs that share a slot; refuse those of weights that are computed, or that are held elsewhere too.
+
+    Whether that matters is ``decided`` where the model is run: what holds a weight may not be used.
+
+    LoRA's factors may be rows of attention pairs as well; these claims stand side by side.
+    """
+    weights, held, claims = weights_of(model), places_of(model), list(claims)
+    places = {(p.kind == "lora", p.module, name) for p in claims for name in p.names}
+    claimed = Counter((lora, name) for lora, _, name in places)
+    found = list[Claim]()
+    for p in merged(claims):
+        computed = [name for name in p.names if name not in weights]
+        shared = not decided and any(held[name] > claimed[p.kind == "lora", name] for name in p.names)
+        cause = Cause.COMPUTED if computed else Cause.SHARED if shared else None
+        found.append(p if cause is None else refused(p, cause, "".join(computed[:1])))
+    sides = [{i: p for i, p in enumerate(found) if (p.kind == "lora") == lora} for lora in (False, True)]
+    for side in sides:
+        for i, p in zip(side, _without_sharing(list(side.values()), weights), strict=True):
+            found[i] = p
+    return found
+
+
+def _without_sharing(claims: Sequence[Claim], weights: Mapping[str, Tensor]) -> list[Claim]:
+    """Refuse the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
+    homes: dict[object, list[tuple[int, Slot, Tensor]]] = {}
+    for i, p in enumerate(claims):
+        for s in p.slots if isinstance(p, SymmetricPair) else ():
+            t = weights[s.name]
+            # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
+            if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
+                homes.setdefault((t.untyped_storage().data_ptr(), t.dtype), []).append((i, s, t))
+    shared = {i for slots in homes.values() for i in _sharing_memory(slots)}
+    return [refused(p, Cause.SHARED) if i in shared else p for i, p in enumerate(claims)]
+
+
+def _sharing_memory(slots: Sequence[tuple[int, Slot, Tensor]]) -> Iterator[int]:
+    """Count how many slots, up to two, each number of one memory belongs to; yield the pairs of those with two."""
+    first = slots[0][2]
+    tensors = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for t in dict.fromkeys(t for *_, t in slots)}
+    for _, s, t in slots:
+        s.of(tensors[t]).add_(1).clamp_(max=2)
+    size = first.untyped_storage().nbytes() // first.element_size()
+    memory = torch.zeros(size, dtype=torch.uint8, device=first.device)
+    places = {t: memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors}
+    for t, count in tensors.items():
+        places[t].add_(count).clamp_(max=2)
+    for i, s, t in slots:
+        if bool((s.of(places[t].contiguous()) != 1).any()):
+            yield i

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..weights import check_model, plain_names
-from .found import Symmetries
+from ..weights import check_model, naming, plain_names
+from .found import Symmetries, placed, settled
 from .pairs import Cause, Claim, Refusal, SymmetricPair
 from .slots import GL, Slot, outline, slot
 
@@ -168,14 +168,12 @@ def lora_pairs_by_name(
     >>> lora_pairs_by_name(torch.nn.Sequential(layer), "lora_a", "lora_b", scale=16 / 2).pairs[0].scale
     8.0
     """
-    from .placing import placing, settled
-
     check_model(model)
-    placed, found = placing(model), list[Claim]()
+    name_of, found = naming(model), list[Claim]()
     for path, m in model.named_modules():
         A, B = (_named(m, name) for name in (down, up))
         if A is not None and B is not None:
-            found += placed([_by_shapes(m, A, B, scale)], path)
+            found += placed([_by_shapes(m, A, B, scale)], path, name_of)
     if not found:
         raise ValueError(f"no module has factors that are called {down!r} and {up!r}; pass the names that yours have")
     return Symmetries.of_claims(settled(found, model))
@@ -232,8 +230,6 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> Symme
     >>> print(adapter_pairs(model))
     base_model.model.0 lora default    1 × GL(2), 4+6 rows
     """
-    from .placing import placing, settled
-
     check_model(model)
     names = [names] if isinstance(names, str) else names
     known = dict.fromkeys(name for _, name, _ in lora_layers(model))
@@ -241,5 +237,8 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> Symme
     if unknown:
         raise ValueError(f"no layer has an adapter {unknown[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
     wanted = [name for name in known if names is None or name in names]
-    placed, layers = placing(model), [(path, m) for path, m in model.named_modules() if is_lora(m)]
-    return Symmetries.of_claims(settled([p for path, m in layers for p in placed(lora_pairs(m, wanted), path)], model))
+    name_of, found = naming(model), list[Claim]()
+    for path, m in model.named_modules():
+        if is_lora(m):
+            found += placed(lora_pairs(m, wanted), path, name_of)
+    return Symmetries.of_claims(settled(found, model))

@@ -131,7 +131,7 @@ def _by_first_names(
 
 def _copies(state: State, pairs: Sequence[SymmetricPair]) -> dict[str, Tensor]:
     """Copy the weights of pairs, each once, though many heads share one."""
-    return {name: state.of(name).clone() for name in dict.fromkeys(name for p in pairs for name in p.names)}
+    return {name: state[name].clone() for name in dict.fromkeys(name for p in pairs for name in p.names)}
 
 
 def _move_(
@@ -145,7 +145,7 @@ def _move_(
     """Move folded weights by random elements, actions in the reverse order of folding."""
     generator = torch.Generator().manual_seed(operator.index(seed))
     for a in reversed(actions):
-        a.act_(state, scale * standard_normal(tuple(a.shape), state.of(a.names[0]), generator))
+        a.act_(state, scale * standard_normal(tuple(a.shape), state[a.names[0]], generator))
     own = _copies(state, pairs)
     move_stacks_(stacks(pairs, own), own, condition, seed)
     state.update(own)
@@ -365,9 +365,7 @@ def _residual(a: Action, weights: Mapping[str, Tensor], gradients: Mapping[str, 
         return None
     (along,) = torch.autograd.grad(torch.stack([(gradients[n] * at[n]).sum() for n in known]).sum(), t)
     floor = 1e-6 * max(float(g.norm()) for g in gradients.values())  # a gradient may be pure rounding error
-    moved = sum(
-        max(float(gradients[n].norm()), floor) * float((near.of(n) - weights[n].detach()).norm()) for n in known
-    )
+    moved = sum(max(float(gradients[n].norm()), floor) * float((near[n] - weights[n].detach()).norm()) for n in known)
     return float(along.norm() * step.norm()) / moved if moved else None
 
 

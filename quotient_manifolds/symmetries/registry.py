@@ -42,7 +42,7 @@ _WEIGHT, _SCORE = 1, 2
 
 
 Handler = Callable[[nn.Module], Iterable[Claim]]
-_HANDLERS = ByClass[Handler]()
+HANDLERS = ByClass[Handler]()
 
 
 def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
@@ -78,7 +78,7 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     0 qk    2 × GL(4), 9+9 rows
     0 vo    2 × GL(4), 9+8 rows
     """
-    return _HANDLERS.register(*classes)
+    return HANDLERS.register(*classes)
 
 
 def skip(*classes: type | str) -> None:
@@ -106,18 +106,13 @@ def skip(*classes: type | str) -> None:
         return no_pair(Cause.SKIPPED)
 
 
-def handler_of(module: nn.Module) -> Handler | None:
-    """Look up the handler for the exact class of a module."""
-    return _HANDLERS.of(module)
-
-
 def candidates(model: nn.Module, covered: Collection[nn.Module] | None = None) -> dict[str, nn.Module]:
     """List the innermost modules that hold queries, keys, values and outputs, by their names, outside of covered ones.
 
     By default the modules with a handler are covered, with all that they hold.
     """
     modules, chosen = dict(model.named_modules()), list[str]()
-    known = [m for m in modules.values() if (handler_of(m) is not None if covered is None else m in covered)]
+    known = [m for m in modules.values() if (HANDLERS.of(m) is not None if covered is None else m in covered)]
     attention = {inner for m in known for inner in m.modules()}
     for name, module in reversed(modules.items()):  # the inner ones first
         if attention.isdisjoint(module.modules()) and proposals(module):
@@ -209,7 +204,8 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
     >>> check_coverage(layer, lambda: layer(torch.ones(1, 3, 8))).shape
     torch.Size([1, 3, 8])
     """
-    known = Symmetries() if known is None else known
+    if known is None:
+        known = Symmetries()
     check_symmetries(known)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -219,11 +215,11 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
     plain, claims = plain_names(model), [p for p in known.claims if p.kind != "lora"]
     missed = {r.module: r for r in known.refused if r.kind != "lora" and r.cause.unexamined}
     examined = {p.module for p in claims} - set(missed)
-    covered_modules = {n: m for n, m in model.named_modules() if handler_of(m) is not None or plain(n) in examined}
+    covered_modules = {n: m for n, m in model.named_modules() if HANDLERS.of(m) is not None or plain(n) in examined}
     covered = {inner for module in covered_modules.values() for inner in module.modules()}
     # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
     of_pairs = {name.rpartition(".")[0] for p in claims if p.module not in missed for name in p.names}
-    owners = {m for n, m in model.named_modules() if plain(n) in of_pairs and handler_of(m) is None}
+    owners = {m for n, m in model.named_modules() if plain(n) in of_pairs and HANDLERS.of(m) is None}
     covered |= {m for m in model.modules() if not owners.isdisjoint([m, *m.children()])}
     for name, m in candidates(model, covered).items():
         of_module = missed.get(plain(name))
@@ -357,18 +353,17 @@ class Watch(TorchFunctionMode):
         storage = t.untyped_storage()  # on the meta device for tensors that torch.export puts in place of inputs, too
         return storage.data_ptr() if storage.device.type != "meta" else 0
 
-    def _kind(self, t: Tensor) -> int:
-        # A tensor that FSDP gathers is a parameter too.
-        own = isinstance(t, nn.Parameter) or self._place(t) in self._weights
-        return _WEIGHT if own else self._kinds.get(t, 0)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten, which torch.export calls, too
         result = func(*args, **(kwargs or {}))
         if not self._running:
             return result
         operands = [*tensors(args), *tensors(kwargs or {})]
-        kinds = [self._kind(t) for t in operands if t.is_floating_point()]
+        kinds = [  # a tensor that FSDP gathers is a parameter too
+            _WEIGHT if isinstance(t, nn.Parameter) or self._place(t) in self._weights else self._kinds.get(t, 0)
+            for t in operands
+            if t.is_floating_point()
+        ]
         attends = name in _ATTENTION_CALLS or name.startswith("_scaled_dot_product")
         if attends and (not name.endswith("softmax") or operands[0].dim() >= 3):
             # A softmax over class scores has two dimensions; attention weights have heads or batches besides.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
@@ -33,6 +34,8 @@ class GL:
         These numbers are positive, as is needed before a ReLU.
     field : {"real", "complex"}
         Over the complex numbers a column is a pair of real columns, such as a plane that RoPE rotates.
+    columns : tuple of int
+        Shape of one row of a block on which the group acts: (h,), or (h, 2) for complex columns.
 
     Raises
     ------
@@ -55,6 +58,7 @@ class GL:
     diagonal: bool = False
     positive: bool = False
     field: str = "real"
+    columns: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         whole = isinstance(self.h, int) and not isinstance(self.h, bool)
@@ -64,6 +68,7 @@ class GL:
                 f"no such group: {self.h} columns, diagonal {self.diagonal!r}, positive {self.positive!r}, field "
                 f"{self.field!r}; numbers of a diagonal group may be positive"
             )
+        vars(self).update(columns=(self.h, 2) if self.field == "complex" else (self.h,))
 
     def __str__(self) -> str:
         if self.diagonal:
@@ -74,11 +79,6 @@ class GL:
     def dimension(self) -> int:
         """Number of real parameters of the group."""
         return (self.h if self.diagonal else self.h**2) * (2 if self.field == "complex" else 1)
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Shape of one row of a block on which the group acts: (h,), or (h, 2) for complex columns."""
-        return (self.h, 2) if self.field == "complex" else (self.h,)
 
     def to_point(self, rows: Tensor) -> Tensor:
         """Turn real rows (pairs, n + m, h[, 2]) into points: (pairs, n + m, h), or (pairs, h, n + m, 1) if diagonal."""
@@ -187,9 +187,10 @@ def renamed(value: T, name_of: Callable[[str], str]) -> T:
 
 def weight_of(slot: Slot, weights: Mapping[str, Tensor]) -> Tensor:
     """Return the weight in which a slot lies; raise if there is none of its name and shape."""
-    if slot.name not in weights:
-        raise ValueError(f"there is no weight {slot.name!r}; were these symmetries found in another model?")
-    whole = weights[slot.name]
+    try:
+        whole = weights[slot.name]
+    except KeyError:
+        raise ValueError(f"there is no weight {slot.name!r}; were these symmetries found in another model?") from None
     shape = (*whole.shape, 2) if whole.is_complex() else tuple(whole.shape)
     if shape != slot.shape:
         raise ValueError(
@@ -280,24 +281,6 @@ class Run(NamedTuple):
     rows: slice
 
 
-def _runs_of(column: Sequence[Slot], row: int) -> Iterator[Run]:
-    """Join the slots that lie in the same rows of consecutive points."""
-    start = 0
-    while start < len(column):
-        s = column[start]
-        stop, step = start + 1, 0
-        while stop < len(column):
-            c = column[stop]
-            gap = c.offset - column[stop - 1].offset
-            same = c.name == s.name and c.size == s.size and c.stride == s.stride
-            if not same or gap <= 0 or (step and gap != step):
-                break
-            step, stop = gap, stop + 1
-        joined = replace(s, size=(stop - start, *s.size), stride=(step, *s.stride))
-        yield Run(joined, slice(start, stop), slice(row, row + s.size[0]))
-        start = stop
-
-
 class SlotStack:
     """The rows of several points, each a list of slots of the same sizes: read and written as few strided views.
 
@@ -308,8 +291,18 @@ class SlotStack:
         self.runs: list[Run] = []
         row = 0
         for column in zip(*points, strict=True):
-            self.runs.extend(_runs_of(column, row))
-            row += column[0].size[0]
+            rows, start = slice(row, row := row + column[0].size[0]), 0
+            while start < len(column):
+                first, stop = column[start], start + 1
+                step = column[stop].offset - first.offset if stop < len(column) else 0
+                while step > 0 and stop < len(column):
+                    if column[stop] != replace(first, offset=first.offset + (stop - start) * step):
+                        break
+                    stop += 1
+                stride = (step if stop > start + 1 else 0, *first.stride)
+                joined = replace(first, size=(stop - start, *first.size), stride=stride)
+                self.runs.append(Run(joined, slice(start, stop), rows))
+                start = stop
         self.group = group
         self.shape = (len(points), row, *self.runs[0].slot.size[2:]) if self.runs else (len(points), 0)
         self.names = tuple(dict.fromkeys(run.slot.name for run in self.runs))

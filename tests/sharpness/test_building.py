@@ -545,7 +545,7 @@ def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
     from transformers import MambaConfig, MambaModel
 
     mixer = "transformers.models.mamba.modeling_mamba.MambaMixer"
-    monkeypatch.setitem(registry._HANDLERS, mixer, scales_of_mixer)
+    monkeypatch.setitem(registry.HANDLERS, mixer, scales_of_mixer)
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 20, "time_step_rank": 3}
     model = networks.shake(MambaModel(MambaConfig(**sizes)).double(), 0.2)
     assert {p.kind for p in find(model).pairs} == {"conv", "state"}

@@ -343,7 +343,9 @@ def test_attention_that_cannot_be_examined_is_refused_with_what_to_do(monkeypatc
     assert_same(snapshot(model), before)
     for measure in ("adaptive", "euclidean"):
         assert float(sharpness.evaluate(model, [batch], measure=measure, rho=0.1)) > 0
-    monkeypatch.setattr(symmetries.registry, "_HANDLERS", ByClass(symmetries.registry._HANDLERS))
+    known = symmetries.registry.HANDLERS
+    monkeypatch.setattr(known, "of", (handlers := ByClass(known)).of)
+    monkeypatch.setattr(known, "register", handlers.register)
     name = f"{__name__}.Mystery"
     assert f"skip({name!r})" in str(caught.value)
     symmetries.skip(name)
@@ -373,7 +375,9 @@ def test_a_hook_beside_unknown_attention_is_named_too():
 
 
 def test_registered_attention_is_measured(monkeypatch):
-    monkeypatch.setattr(symmetries.registry, "_HANDLERS", ByClass(symmetries.registry._HANDLERS))
+    known = symmetries.registry.HANDLERS
+    monkeypatch.setattr(known, "of", (handlers := ByClass(known)).of)
+    monkeypatch.setattr(known, "register", handlers.register)
 
     @symmetries.register_attention(Mystery)
     def mystery(module):

@@ -167,11 +167,11 @@ def test_a_state_keeps_rows_and_reads_them_whole():
     model = fully_shard(nn.Linear(3, 2))
     shards = Shards(model)
     state = ShardedState(shards)
-    assert torch.equal(state.of("weight"), model.weight.full_tensor())
+    assert torch.equal(state["weight"], model.weight.full_tensor())
     value = torch.arange(6.0).view(2, 3)
     state["weight"] = value
     value += 1  # what is kept is a copy
-    assert torch.equal(state.of("weight"), torch.arange(6.0).view(2, 3))
+    assert torch.equal(state["weight"], torch.arange(6.0).view(2, 3))
 
 
 def evaluated(model, **options):

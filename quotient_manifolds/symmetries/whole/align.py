@@ -296,7 +296,7 @@ class _Descent:
             for part, square in zip(cell.parts, _squares(cell, X, Y, moves.get(cell.name)), strict=True):
                 squares[part.kind] += square
             for name in cell.names:
-                rest = (state.of(name) - at.of(name)).contiguous()
+                rest = (state[name] - at[name]).contiguous()
                 for s in (s for part in cell.parts for s in part.slots if s.name == name):
                     s.of(rest).zero_()
                 squares["others"] += _square(rest)

@@ -113,7 +113,7 @@ class Rewriting:
             self.there.go_(state)
             self.there.move_(state, self.element)
             self.back.back_(state)
-            return {name: state.of(name) for name in weights}
+            return {name: state[name] for name in weights}
 
 
 @torch.no_grad()

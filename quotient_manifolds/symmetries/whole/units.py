@@ -59,14 +59,14 @@ class Part:
 
     def read(self, state: State) -> Tensor:
         """Copy the weights: (units, planes, n + m, h), with one plane for GL(h) and h = 1 for a diagonal group."""
-        x = self.rows.gather({name: state.of(name) for name in self.rows.names})
+        x = self.rows.gather({name: state[name] for name in self.rows.names})
         x = x if self.group.diagonal else x.unsqueeze(1)
         return x.transpose(0, 1) if self.columns else x
 
     def write(self, x: Tensor, state: State) -> None:
         """Write what :meth:`read` reads."""
         x = x.transpose(0, 1) if self.columns else x
-        copies = {name: state.of(name).clone(memory_format=torch.contiguous_format) for name in self.rows.names}
+        copies = {name: state[name].clone(memory_format=torch.contiguous_format) for name in self.rows.names}
         state.update(copies)
         self.rows.scatter_(x if self.group.diagonal else x.squeeze(1), state)
 

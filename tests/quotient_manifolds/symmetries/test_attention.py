@@ -152,7 +152,7 @@ def test_quantised_weights_are_refused_layer_by_layer(bits, known, monkeypatch):
     model, batch = networks.quantised_bert(bits)
     model.bert.encoder.layer[1].requires_grad_(True)
     if not known:
-        monkeypatch.setattr(registry, "_HANDLERS", ByClass())
+        monkeypatch.setattr(registry.HANDLERS, "of", ByClass().of)
     found = find(model, None if known else batch)
     assert all(p.reason.startswith("quantised: the weight has dtype") for p in found.refused)
     assert {p.module for p in found.refused} == {"bert.encoder.layer.0.attention"}

@@ -197,7 +197,7 @@ def test_ways_to_wrap_a_projection(way, table, monkeypatch):
         pytest.skip("transformers 5.9 names the projections so")
     setattr(attention, name, change(getattr(attention, name)))
     if not table:
-        monkeypatch.setattr(registry, "_HANDLERS", ByClass())
+        monkeypatch.setattr(registry.HANDLERS, "of", ByClass().of)
     found = find(model, None if table else batch)
     usable, refused = [p for p in found.pairs if not p.group.positive], found.refused
     reasons = {"own": "its own forward", "computed": "computed, not a", "replaced": "replaced, pruned or parametrised"}

@@ -25,13 +25,12 @@ from quotient_manifolds.symmetries import (
     move_,
     pair,
     register_attention,
-    registry,
     skip,
     slot,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.registry import _HANDLERS, ByClass
+from quotient_manifolds.symmetries.registry import HANDLERS, ByClass
 from quotient_manifolds.weights import weights_of
 from tests.quotient_manifolds.symmetries.test_registry import Mystery
 from tests.support import networks
@@ -90,7 +89,8 @@ def test_find_is_fast_on_a_large_model():
 
 
 def test_a_skipped_class_counts_without_symmetry(monkeypatch):
-    monkeypatch.setattr(registry, "_HANDLERS", ByClass(_HANDLERS))
+    monkeypatch.setattr(HANDLERS, "of", (handlers := ByClass(HANDLERS)).of)
+    monkeypatch.setattr(HANDLERS, "register", handlers.register)
     skip(Mystery)
     model = Mystery()
     assert [p.reason for p in find(model).refused] == ["skipped on request"]
@@ -304,7 +304,7 @@ def no_bias(module):
 def test_a_wrong_handler_is_seen(handler, monkeypatch):
     model, run = networks.vit(), NETWORKS["vit"][1]
     cls = type(networks.vit_layers(model)[0].attention)
-    monkeypatch.setitem(_HANDLERS, f"{cls.__module__}.{cls.__qualname__}", handler)
+    monkeypatch.setitem(HANDLERS, f"{cls.__module__}.{cls.__qualname__}", handler)
     assert change(model, run) > 1e-2
 
 
@@ -327,8 +327,8 @@ def test_verify_leaves_the_model_alone_and_sees_what_is_no_symmetry(monkeypatch)
     assert model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     cls = "transformers.models.vit.modeling_vit.ViTAttention"
-    right = _HANDLERS[cls]
-    monkeypatch.setitem(_HANDLERS, cls, lambda m: [without_first_row(p) for p in right(m)])
+    right = HANDLERS[cls]
+    monkeypatch.setitem(HANDLERS, cls, lambda m: [without_first_row(p) for p in right(m)])
     report = verify(model, batch)
     assert not report.ok
     assert "NOT A SYMMETRY" in str(report)

@@ -26,11 +26,11 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.certificate import change, move_stacks_, preserve_values
+from quotient_manifolds.symmetries.found import placed
 from quotient_manifolds.symmetries.pairs import merged
-from quotient_manifolds.symmetries.placing import placing
 from quotient_manifolds.symmetries.registry import ByClass
 from quotient_manifolds.symmetries.roles import proposals, roles_of
-from quotient_manifolds.weights import weights_of
+from quotient_manifolds.weights import naming, weights_of
 from tests.support import architectures, networks, zoo
 from tests.support.extent import EXHAUSTIVE, share
 
@@ -59,7 +59,7 @@ KNOWN_MODELS = [
 @pytest.fixture
 def nobody(monkeypatch):
     """Forget every class."""
-    monkeypatch.setattr(registry, "_HANDLERS", ByClass())
+    monkeypatch.setattr(registry.HANDLERS, "of", ByClass().of)
 
 
 def nullities(module, call, kinds):
@@ -67,8 +67,12 @@ def nullities(module, call, kinds):
     rows = {kind: [] for kind in kinds}
     with examination.examination(module, call) as alone:
         plain = {kind: replace(p, group="GL", rotary_size=0, reason="") for kind, p in kinds.items()}
-        placed = placing(alone.twin)
-        pairs = {p.kind: merged(placed(p.pairs(plain[p.kind]), "")) for p in proposals(alone.twin) if p.kind in kinds}
+        name_of = naming(alone.twin)
+        pairs = {
+            p.kind: merged(placed(p.pairs(plain[p.kind]), "", name_of))
+            for p in proposals(alone.twin)
+            if p.kind in kinds
+        }
         for sample in alone.sample(max(place.size for place in kinds.values()) ** 2 + 20):
             for kind in kinds:
                 one, two = examination.moments(pairs[kind], alone.weights, [sample])
@@ -196,7 +200,7 @@ def test_what_is_known_is_what_is_found(library, name, monkeypatch):
     """Every line of the table of classes, against the examination."""
     model, batch = zoo.MODELS[library](name)
     known = find(model)
-    monkeypatch.setattr(registry, "_HANDLERS", ByClass())
+    monkeypatch.setattr(registry.HANDLERS, "of", ByClass().of)
     assert same(known, find(model, batch, forward=wide))
 
 

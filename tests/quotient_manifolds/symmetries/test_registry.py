@@ -30,7 +30,7 @@ from quotient_manifolds.symmetries import (
     slot,
     verify,
 )
-from quotient_manifolds.symmetries.registry import _HANDLERS, KNOWN
+from quotient_manifolds.symmetries.registry import HANDLERS, KNOWN
 from tests.support import architectures, networks, zoo
 from tests.support.architectures import change, without_first_row
 from tests.support.extent import EXHAUSTIVE, share
@@ -100,12 +100,12 @@ def test_a_wrong_layout_is_seen_in_every_architecture(name, monkeypatch):
         if damage is other_pairing and name not in ROTARY:
             continue
         with monkeypatch.context() as patch:
-            for cls, handler in list(_HANDLERS.items()):
+            for cls, handler in list(HANDLERS.items()):
 
                 def damaged(module, handler=handler, damage=damage):
                     return [damage(p) if isinstance(p, SymmetricPair) else p for p in handler(module)]
 
-                patch.setitem(_HANDLERS, cls, damaged)
+                patch.setitem(HANDLERS, cls, damaged)
             changes = verify(model, batch).changes
         kinds = {"qk": [], "vo": []}
         for p, moved in changes.items():
@@ -135,7 +135,7 @@ def test_deberta_and_bert_wrong_as_they_would_be(forgotten, monkeypatch):
         "deberta_v2": "deberta_v2.modeling_deberta_v2.DebertaV2Attention",
     }
     model, batch = architectures.transformers_model(name, "eager")
-    monkeypatch.setitem(_HANDLERS, "transformers.models." + cls[name], handler)
+    monkeypatch.setitem(HANDLERS, "transformers.models." + cls[name], handler)
     report = verify(model, batch)
     assert not report.ok
     assert max(report.changes.values()) > 1e-2
@@ -253,7 +253,7 @@ def test_every_line_is_a_class_that_exists():
     assert len(KNOWN) == 38
     for line in KNOWN:
         module, cls = line["class"].rsplit(".", 1)
-        assert line["class"] in _HANDLERS
+        assert line["class"] in HANDLERS
         assert hasattr(importlib.import_module(module), cls), line
 
 

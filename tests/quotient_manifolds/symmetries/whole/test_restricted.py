@@ -205,7 +205,7 @@ def tangents(found, weights):
     """The directions of all symmetries, as rows, at weights in canonical form."""
 
     def flat(state):
-        return torch.cat([state.of(name).flatten() for name in weights])
+        return torch.cat([state[name].flatten() for name in weights])
 
     def acted(a, t):
         state = State(weights)

@@ -188,16 +188,16 @@ def test_each_symmetry_alone_leaves_the_outputs_and_folds_back(family):
         s.act_(state, t)
         after = outputs(state)
         assert float((after - before).detach().abs().max() / before.detach().abs().max()) < 1e-12, s
-        moved = [name for name in state if not torch.equal(state[name], at.of(name))]
+        moved = [name for name in state if not torch.equal(state[name], at[name])]
         assert moved, s
         assert set(moved) <= set(s.names), s
         if s.kind == "rotation":
             continue
         s.fold_(state)
         for name in moved:
-            torch.testing.assert_close(state[name], at.of(name), rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(state[name], at[name], rtol=1e-9, atol=1e-10)
         wrong = state_at(model, form.values)
-        wrong[moved[0]] = at.of(moved[0]) + (at.of(moved[0]) - torch.randn_like(at.of(moved[0]))) * 0.3
+        wrong[moved[0]] = at[moved[0]] + (at[moved[0]] - torch.randn_like(at[moved[0]])) * 0.3
         if i % 7 == 0:
             assert float((outputs(wrong) - before).detach().abs().max()) > 1e-6 or s.kind == "key bias"
 
@@ -210,7 +210,7 @@ def test_a_move_of_nothing_is_none():
         state = state_at(model, form.values)
         s.act_(state, torch.zeros(s.shape, dtype=torch.float64))
         for name in s.names:
-            torch.testing.assert_close(state.of(name), at.of(name), rtol=0, atol=1e-14)
+            torch.testing.assert_close(state[name], at[name], rtol=0, atol=1e-14)
 
 
 def listed(model, classes=False):
