@@ -15,9 +15,8 @@ from .linalg import at_least_float32, column_rank_ratio, in_double, rank_toleran
 from .symmetries.canonical import canonical_form
 from .symmetries.discovery import ALL, find
 from .symmetries.found import Symmetries
-from .symmetries.pairs import Cause, SymmetricPair
+from .symmetries.pairs import Cause, SymmetricPair, stacks
 from .symmetries.slots import masks
-from .symmetries.stacks import stacks
 from .symmetries.whole import Wiring, align_models
 from .weights import check_whole, weights_of
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from quotient_manifolds.passes import to_device
 from quotient_manifolds.symmetries import Cause, Refusal, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.lora import zero_norm
-from quotient_manifolds.symmetries.pairs import pairs_of
 from quotient_manifolds.symmetries.registry import HANDLERS, UnknownAttentionError, candidates, check_coverage
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import naming, plain_class, plain_names, weights_of
@@ -142,7 +141,8 @@ def _heads_of(model: nn.Module, objective: Objective, batch: Any) -> list[Symmet
     if all(r is not None and all(len(p.letters) == 1 for p in r.values()) for r in roles):
         return []
     name_of, found = naming(model), examine_model(model, partial(objective.value, model, batch))
-    return pairs_of(settled([p for path, claims in found.items() for p in placed(claims, path, name_of)], model))
+    claims = [p for path, of_module in found.items() for p in placed(of_module, path, name_of)]
+    return list(Symmetries.of_claims(settled(claims, model)).pairs)
 
 
 def _at_canonical_form(

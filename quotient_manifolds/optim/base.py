@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from ..symmetries.certificate import Certification
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
-from ..symmetries.pairs import Claim, SymmetricPair, check_pairs
-from ..symmetries.stacks import coverage, stacks
+from ..symmetries.pairs import Claim, SymmetricPair, check_pairs, coverage, stacks
 from ..weights import is_sharded, trained, unwrapped, weights_of
 from .clipping import clipped
 from .metric import HOST, StepMetric

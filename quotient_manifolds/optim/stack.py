@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..linalg import at_least_float32
-from ..symmetries.pairs import SymmetricPair
+from ..symmetries.pairs import PairStack, SymmetricPair
 from ..symmetries.slots import SlotStack, weight_of
-from ..symmetries.stacks import PairStack
 from .metric import MOMENTS, Gradient, StepMetric, wide
 from .rules import Update
 

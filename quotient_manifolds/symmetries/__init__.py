@@ -7,9 +7,9 @@ from ..passes import default_forward
 from .certificate import Certificate, NotASymmetryError, certify
 from .found import Symmetries
 from .lora import adapter_pairs, lora_pairs_by_name
-from .pairs import Cause, Refusal, SymmetricPair, factor_pair, pair
+from .own import factor_pair, pair
+from .pairs import Cause, PairStack, Refusal, SymmetricPair, stacks
 from .slots import GL, Slot, slot
-from .stacks import PairStack, stacks
 
 if TYPE_CHECKING:
     from .attention import Heads, Projection, attention_pairs

@@ -169,44 +169,35 @@ class Projection:
     def slots(self, number: int, size: int) -> list[tuple[Slot, ...]]:
         """Return the rows of every head: of the weight and, into head space, of whatever adds to its output."""
         if self.stacked:
-            found = [self._of_stack(number, size)]
+            found = self._of_stack(number, size)
         else:
-            whole = [slot(self.root, self.name(self.weight), transpose=self.into != self.conv1d)]
-            if hasattr(self.module, "base_layer"):
-                whole += self._of_lora()
-            starts = self._starts(number, size, self.start, self.stride)
-            found = [[s.part(start, size) for start in starts] for s in whole]
-        heads = list(zip(*found, *self.biases(number, size), strict=True))
+            matrices = [slot(self.root, self.name(self.weight), transpose=self.into != self.conv1d)]
+            matrices += self._of_lora() if hasattr(self.module, "base_layer") else []
+            columns = [(s, self.start, self.stride) for s in matrices]
+            if self.into and getattr(self.bias_owner, self.bias, None) is not None:
+                start = self.start if self.bias_start is None else self.bias_start
+                stride = self.stride if self.bias_path is None else 0
+                columns.append((slot(self.root, self.name(self.bias)), start, stride))
+            found = []
+            for group, place in (divmod(head, self.per) for head in range(number)):
+                firsts = [start + group * (stride or size * self.per) + place * size for _, start, stride in columns]
+                found.append(tuple(s.part(first, size) for (s, *_), first in zip(columns, firsts, strict=True)))
         for p in self.further:
-            heads = [(*one, *more) for one, more in zip(heads, p.slots(number, size), strict=True)]
-        return heads
+            found = [(*one, *more) for one, more in zip(found, p.slots(number, size), strict=True)]
+        return found
 
-    def biases(self, number: int, size: int) -> list[list[Slot]]:
-        """Return the bias, one more row, of every head, in a list of its own; none without a bias."""
-        bias = getattr(self.bias_owner, self.bias, None)
-        if bias is None or not self.into:
-            return []
-        name = self.name(self.bias)
-        if self.stacked:
-            parts = (divmod(head * size, bias.shape[1]) for head in range(number))
-            return [[slot(self.root, name, slice(i, i + 1), slice(part, part + size)) for i, part in parts]]
-        start = self.start if self.bias_start is None else self.bias_start
-        starts = self._starts(number, size, start, self.stride if self.bias_path is None else 0)
-        whole = slot(self.root, name)
-        return [[whole.part(start, size) for start in starts]]
-
-    def _starts(self, number: int, size: int, start: int, stride: int) -> list[int]:
-        """Return the first dimension of every head."""
-        step = stride or size * self.per
-        return [start + head // self.per * step + head % self.per * size for head in range(number)]
-
-    def _of_stack(self, number: int, size: int) -> list[Slot]:
+    def _of_stack(self, number: int, size: int) -> list[tuple[Slot, ...]]:
         """Return the rows of every head, or a part of them, where each head has its own matrix."""
-        name = self.name(self.weight)
+        name, bias, found = self.name(self.weight), getattr(self.bias_owner, self.bias, None), []
         whole = outline(self.root, name)
-        parts = (divmod(head * size, whole.shape[2 if self.into else 1]) for head in range(number))
-        views = (whole[i][:, p : p + size] if self.into else whole[i][p : p + size].T for i, p in parts)
-        return [Slot.from_view(name, whole, view) for view in views]
+        for head in range(number):
+            i, start = divmod(head * size, whole.shape[2 if self.into else 1])
+            part = slice(start, start + size)
+            slots = [Slot.from_view(name, whole, whole[i][:, part] if self.into else whole[i][part].T)]
+            if self.into and bias is not None:
+                slots.append(slot(self.root, self.name(self.bias), slice(i, i + 1), part))
+            found.append(tuple(slots))
+        return found
 
     def _of_lora(self) -> list[Slot]:
         """Return the columns of the factors that add to the weight: with (x Aᵀ) Bᵀ + b, Bᵀ and b, or A out of heads."""
@@ -264,14 +255,14 @@ def head_pairs(kind: str, heads: Heads, one: Projection, two: Projection) -> Ite
     # Keys and values may have fewer heads than queries and outputs.
     first = one.slots(heads.number if two.into else several, size)
     second = two.slots(several if two.into else heads.number, size)
-    nulls = two.biases(several, size) if kind == "qk" and heads.key_bias_null else []
+    null = two.name(two.bias) if kind == "qk" and heads.key_bias_null else ""
     for i in range(heads.number):
         j = i % several if heads.cyclic else i * several // heads.number
         G, H = (first[i], second[j]) if two.into else (first[j], second[i])
         if heads.reason or heads.cause is not Cause.BROKEN:
             yield Refusal("", kind, heads.cause, heads.reason, i, G=G, H=H)
         else:
-            yield from _parts_of(kind, heads, i, (G, H, tuple(null[j] for null in nulls)))
+            yield from _parts_of(kind, heads, i, (G, H, tuple(s for s in H if s.name == null)))
 
 
 def _parts_of(kind: str, heads: Heads, head: int, factors: tuple[tuple[Slot, ...], ...]) -> Iterator[Claim]:

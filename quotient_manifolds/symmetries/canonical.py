@@ -6,7 +6,7 @@ symmetries are folded, in float64.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from ..linalg import at_least_float32
 from .actions import State
 from .found import Symmetries, check_symmetries
 from .pairs import SymmetricPair
-from .slots import Slot, masks
+from .slots import masks
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,12 @@ def canonical_form(
     check_symmetries(symmetries)
     state = fold(weights, symmetries, state)
     fixed = dict.fromkeys(s for a in symmetries.actions for s in a.constant)
-    pairs = tuple(_without(p, fixed) for p in symmetries.pairs)
+    pairs = list[SymmetricPair]()
+    for p in symmetries.pairs:
+        G, H = (tuple(s for s in slots if s not in fixed) for slots in (p.G, p.H))
+        pairs.append(replace(p, G=G, H=H, null=()))
     values = {name: v.to(at_least_float32(weights[name].dtype)).to(weights[name].device) for name, v in state.items()}
-    return CanonicalForm(values, masks(fixed, weights), replace(symmetries, pairs=pairs))
+    return CanonicalForm(values, masks(fixed, weights), replace(symmetries, pairs=tuple(pairs)))
 
 
 def fold(weights: Mapping[str, Tensor], symmetries: Symmetries, state: State | None = None) -> State:
@@ -106,12 +109,6 @@ def fold(weights: Mapping[str, Tensor], symmetries: Symmetries, state: State | N
     for a in symmetries.actions:
         a.fold_(state)
     return state
-
-
-def _without(pair: SymmetricPair, constant: Collection[Slot]) -> SymmetricPair:
-    """Remove the constant slots from a pair."""
-    G, H = (tuple(s for s in slots if s not in constant) for slots in (pair.G, pair.H))
-    return replace(pair, G=G, H=H, null=())
 
 
 @torch.no_grad()

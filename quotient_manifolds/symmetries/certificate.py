@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ..linalg import at_least_float32, differentiated, in_double, standard_normal
 from ..passes import Run
-from .pairs import Cause, SymmetricPair
+from .pairs import Cause, PairStack, SymmetricPair, stacks
 from .slots import random_elements
-from .stacks import PairStack, stacks
 
 #: Residuals up to this count as rounding of half-precision gradients, which under autocast float32 weights have too.
 #: Measured on trained networks: up to 7e-3; in float32 up to 3e-6, in float64 up to 6e-15.

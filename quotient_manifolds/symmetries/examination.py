@@ -29,11 +29,10 @@ from ..weights import naming, preserve_model_state, running_copy, weights_of
 from .attention import Heads
 from .certificate import ROUNDING, broken, output_gradients
 from .found import placed
-from .pairs import Cause, Claim, Refusal, SymmetricPair, merged, no_pair, pairs_of
-from .registry import HANDLERS, Watch, candidates, uncovered
+from .pairs import Cause, Claim, Refusal, SymmetricPair, merged, stacks
+from .registry import HANDLERS, Watch, candidates, no_pair, uncovered
 from .roles import Proposal, holds_keys, proposals
 from .slots import PLANES, SlotStack
-from .stacks import stacks
 
 _NONE = "no symmetry was found that has a quotient"
 _LOCAL = "flat at the weights, but not further along the orbit"
@@ -80,6 +79,11 @@ def moments(
         G, H = x.split([stack.n, stack.m], dim=1)
         gradients = torch.stack([stack.gather(s, x) for s in samples]).split([stack.n, stack.m], dim=2)
         return G.mT @ gradients[0], (H.mT @ gradients[1]).mT
+
+
+def pairs_of(claims: Iterable[Claim]) -> list[SymmetricPair]:
+    """List the pairs, without what is refused."""
+    return [p for p in claims if isinstance(p, SymmetricPair)]
 
 
 class Examination:

@@ -108,8 +108,8 @@ class Symmetries:
             raise TypeError(
                 "names of weights are strings, as in dict(model.named_parameters()), not weights themselves"
             )
-        known = {name for p in (*self.pairs, *self.refused, *self.actions) for name in p.names}
-        moving = set(unwrapped(names, known))
+        known = {name for p in (*self.pairs, *self.refused) for name in p.names}
+        moving = set(unwrapped(names, known.union(*(a.names for a in self.actions))))
         whole = [p for p in self.pairs if moving.issuperset(p.names)]
         by_lora = dict[str, bool]()  # whose a weight is: the best comes last
         for p in sorted(whole, key=lambda p: (p.thin, p.kind == "lora"), reverse=True):
@@ -290,11 +290,7 @@ def settled(claims: Iterable[Claim], model: nn.Module, *, decided: bool = False)
         shared = not decided and any(held[name] > claimed[p.kind == "lora", name] for name in p.names)
         cause = Cause.COMPUTED if computed else Cause.SHARED if shared else None
         found.append(p if cause is None else refused(p, cause, "".join(computed[:1])))
-    sides = [{i: p for i, p in enumerate(found) if (p.kind == "lora") == lora} for lora in (False, True)]
-    for side in sides:
-        for i, p in zip(side, _without_sharing(list(side.values()), weights), strict=True):
-            found[i] = p
-    return found
+    return _without_sharing(found, weights)
 
 
 def _without_sharing(claims: Sequence[Claim], weights: Mapping[str, Tensor]) -> list[Claim]:
@@ -305,7 +301,8 @@ def _without_sharing(claims: Sequence[Claim], weights: Mapping[str, Tensor]) -> 
             t = weights[s.name]
             # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
             if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
-                homes.setdefault((t.untyped_storage().data_ptr(), t.dtype), []).append((i, s, t))
+                home = (p.kind == "lora", t.untyped_storage().data_ptr(), t.dtype)
+                homes.setdefault(home, []).append((i, s, t))
     shared = {i for slots in homes.values() for i in _sharing_memory(slots)}
     return [refused(p, Cause.SHARED) if i in shared else p for i, p in enumerate(claims)]
 

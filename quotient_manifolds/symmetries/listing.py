@@ -27,7 +27,7 @@ def actions_of(
     softmax.
     """
     w = Wiring(closed=False) if wiring is None else wiring
-    lists = _Lists(w.tied(), weights)
+    lists = _Lists(set() if wiring is None else w.tied(), weights)
     for name, unit, a in w.scales:
         lists.add(Scale("layer scale", name, unit, (), tuple(a.written)))
     gains = [lists.add_gain(site) for site in w.sites if site.norm.gain is not None]
@@ -46,7 +46,8 @@ def actions_of(
     for bias_of, p in product((key_bias, value_bias) if w.sites else (key_bias,), heads):
         if (found := bias_of(p, shifted, weights)) is not None:
             lists.add(found)
-    lists.add_stream(w)
+    if wiring is not None:
+        lists.add_stream(w)
     for name, a in w.classifiers if classes else ():
         matrix, *bias = a.written
         lists.add(Centring("classes", name, (matrix,), tuple(readers[matrix.name])))

@@ -20,8 +20,7 @@ from .canonical import canonical_form, fold, write_values
 from .certificate import Certificate, certify, change, move_stacks_, output_gradients, preserve_values
 from .discovery import ALL, claimed, find
 from .found import Symmetries, check_names, check_symmetries
-from .pairs import Cause, SymmetricPair, refused
-from .stacks import stacks
+from .pairs import Cause, SymmetricPair, refused, stacks
 
 
 @torch.no_grad()

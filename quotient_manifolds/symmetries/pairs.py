@@ -1,16 +1,17 @@
-"""A pair (G, H) that a network sees only through its product, in slots of named weights; and what is refused."""
+"""Pairs (G, H) that a network sees only through their products, in slots of named weights; what is refused; stacks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from .slots import GL, Slot, SlotStack, slot
+from ..gauge import canonical_gauge
+from .slots import GL, Slot, SlotStack, masks, weight_of
 
 if TYPE_CHECKING:
     from ..manifold import GLQuotientInv, GLQuotientMix
@@ -252,104 +253,11 @@ class Refusal(_Place):
 Claim = SymmetricPair | Refusal
 
 
-def pair(G: Iterable[Slot], H: Iterable[Slot], group: GL, *, name: str = "pair", kind: str = "user") -> SymmetricPair:
-    """Describe a pair of your own.
-
-    Parameters
-    ----------
-    G, H : iterable of Slot
-        Slots stacked as rows of the two factors, see :func:`slot`.
-    group : GL
-        ``GL(h)`` for any invertible h × h matrix, ``GL(h, diagonal=True)`` for a rescaling of every column.
-    name, kind : str
-        Any words; the name appears in messages and tables.
-
-    Returns
-    -------
-    SymmetricPair
-        For ``find(model).adding(…)``, which ``sharpness.evaluate(…, symmetries=…)`` takes.
-
-    Examples
-    --------
-    Two linear layers with a bias between them, x ↦ W₂(W₁x + b₁):
-
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import GL, pair, slot
-    >>> model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4))
-    >>> G = [slot(model, "0.weight", transpose=True), slot(model, "0.bias")]
-    >>> pair(G, [slot(model, "1.weight")], GL(3)).gather(dict(model.named_parameters())).shape
-    torch.Size([10, 3])
-    """
-    return SymmetricPair(name, kind, group, tuple(G), tuple(H))
-
-
-def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> SymmetricPair:
-    r"""Describe two factors outside any network, called ``"G"`` and ``"H"``, of which only the product G Hᵀ counts.
-
-    Parameters
-    ----------
-    G, H : nn.Parameter
-        (n, h) and (m, h), real, of one dtype and device.
-    name : str
-        For messages.
-
-    Returns
-    -------
-    SymmetricPair
-
-    Raises
-    ------
-    ValueError
-        Factors that are no parameters, not real, of different dtypes or devices, or no matrices with the same number of
-        columns.
-
-    Examples
-    --------
-    Matrix factorisation by an optimiser that does not see how the product is split between its factors:
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from quotient_manifolds.optim import QuotientAdam
-    >>> from quotient_manifolds.symmetries import factor_pair
-    >>> _ = torch.manual_seed(0)
-    >>> target = torch.randn(30, 4) @ torch.randn(4, 20)
-    >>> G, H = nn.Parameter(torch.randn(30, 4)), nn.Parameter(torch.randn(20, 4))
-    >>> optimizer = QuotientAdam([("G", G), ("H", H)], [factor_pair(G, H)], lr=0.1)
-    >>> for _ in range(100):
-    ...     optimizer.zero_grad()
-    ...     loss = (G @ H.T - target).square().mean()
-    ...     loss.backward()
-    ...     optimizer.step()
-    >>> loss.item() < 0.1
-    True
-    """
-    if not all(isinstance(X, nn.Parameter) and X.is_floating_point() for X in (G, H)):
-        raise ValueError("factors are real torch.nn.Parameter, which are trained; wrap tensors in nn.Parameter")
-    if G.dim() != 2 or H.dim() != 2 or G.shape[1] != H.shape[1]:
-        raise ValueError(
-            f"factors are matrices (n, h) and (m, h) with the same h, got {tuple(G.shape)} and {tuple(H.shape)}"
-        )
-    if (G.dtype, G.device) != (H.dtype, H.device):
-        raise ValueError(f"factors have one dtype and device, got {G.dtype}, {G.device} and {H.dtype}, {H.device}")
-    both = nn.ParameterDict({"G": G, "H": H})
-    return pair([slot(both, "G")], [slot(both, "H")], GL(G.shape[1]), name=name)
-
-
-def no_pair(cause: Cause, detail: str = "") -> list[Claim]:
-    """List the one refusal of a layer as a whole."""
-    return [Refusal("", "attention", cause, detail)]
-
-
 def refused(p: Claim, cause: Cause, detail: str = "") -> Refusal:
     """Refuse a pair, and say why; what is refused already stays as it is."""
     if isinstance(p, Refusal):
         return p
     return Refusal(p.module, p.kind, cause, detail, p.head, p.part, p.G, p.H, p.null)
-
-
-def pairs_of(claims: Iterable[Claim]) -> list[SymmetricPair]:
-    """List the pairs, without what is refused."""
-    return [p for p in claims if isinstance(p, SymmetricPair)]
 
 
 def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
@@ -372,8 +280,7 @@ def merged(claims: Iterable[Claim]) -> list[Claim]:
         first, *others = sorted({i, *(home[s] for s in p.slots if s in home)})
         parts = [found[j] for j in (first, *others)]
         G, H, null = (  # all slots, each once
-            tuple(dict.fromkeys(chain.from_iterable(getattr(q, name, ()) for q in parts)))
-            for name in ("G", "H", "null")
+            tuple(dict.fromkeys(s for q in parts for s in getattr(q, name, ()))) for name in ("G", "H", "null")
         )
         home.update((s, first) for s in G + H)
         known = next((q for q in parts if isinstance(q, Refusal)), None)
@@ -385,3 +292,108 @@ def merged(claims: Iterable[Claim]) -> list[Claim]:
             del found[j]
         found[first] = replace(parts[0], G=G, H=H, null=null)
     return list(found.values())
+
+
+class PairStack(SlotStack):
+    """Pairs of equal shape, group and layout as one batched point; :func:`stacks` sorts a mixed list first.
+
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+        In the order of the point's first dimension.
+
+    Attributes
+    ----------
+    pairs : tuple of SymmetricPair
+    group : GL
+    n, m : int
+        Rows of every G and H.
+    metric : {"inv", "mix", None}
+        That of the pairs, if they are points that state one.
+    names : tuple of str
+        Names of the weights, each once, including those of dropped slots.
+
+    Raises
+    ------
+    ValueError
+        There is no pair, or pairs differ.
+
+    Examples
+    --------
+    The Riemannian gradients of all heads at once:
+
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import find, stacks
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> weights = dict(layer.named_parameters())
+    >>> qk, vo = stacks(find(layer).pairs, weights)
+    >>> layer(torch.ones(1, 3, 8)).square().sum().backward()
+    >>> gradients = vo.gather({name: p.grad for name, p in weights.items()})
+    >>> vo.manifold("mix").egrad2rgrad(vo.gather(weights), gradients).shape
+    torch.Size([2, 17, 4])
+    """
+
+    group: GL
+
+    def __init__(self, pairs: Iterable[SymmetricPair]) -> None:
+        self.pairs = tuple(check_pairs(pairs))
+        if not self.pairs:
+            raise ValueError("a PairStack needs at least one pair")
+        first = self.pairs[0]
+        for p in self.pairs:
+            if (p.group, p.layout, p.metric) != (first.group, first.layout, first.metric):
+                raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape, group or metric; see stacks()")
+        self.n, self.m, self.metric = first.n, first.m, first.metric
+        super().__init__([p.slots for p in self.pairs], first.group)
+        self.names = tuple(dict.fromkeys([*self.names, *(s.name for p in self.pairs for s in p.null)]))
+
+    def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
+        """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
+        return self.pairs[0].manifold(metric)
+
+    def canonical(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the canonical representative of every pair of a point, and whether it has one.
+
+        A pair whose factors lack full rank has none, and stays. Positive numbers change no sign.
+        """
+        G, H = self.manifold().unpack_tensor(x)
+        gauge = canonical_gauge(G, H)
+        unit = (gauge.G * G).sum(-2, keepdim=True).sign() if self.group.positive else 1
+        full = gauge.present()[..., -1]
+        return torch.where(full[..., None, None], gauge.x * unit, x), full
+
+
+def stacks(pairs: Iterable[SymmetricPair], weights: Mapping[str, Tensor]) -> list[PairStack]:
+    """Sort pairs by group, shape, layout, metric, dtype and device, and stack each kind.
+
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+    weights : mapping of str to Tensor
+        Tells dtypes and devices.
+
+    Returns
+    -------
+    list of PairStack
+        In the order in which the kinds first occur.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find, stacks
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> found = stacks(find(layer).pairs, dict(layer.named_parameters()))
+    >>> [(len(s), str(s.group), s.n, s.m) for s in found]
+    [(2, 'GL(4)', 9, 9), (2, 'GL(4)', 9, 8)]
+    """
+    alike: dict[object, list[SymmetricPair]] = {}
+    for p in check_pairs(pairs):
+        like = weight_of(p.G[0], weights)
+        alike.setdefault((p.group, p.layout, p.metric, like.dtype, like.device), []).append(p)
+    return [PairStack(found) for found in alike.values()]
+
+
+def coverage(found: Iterable[PairStack], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, for each of some weights in pairs, which of its entries belong to pairs or were dropped."""
+    every = (s for stack in found for p in stack.pairs for s in p.slots + p.null)
+    return masks((s for s in every if s.name in weights), weights)

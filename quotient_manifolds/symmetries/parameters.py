@@ -15,8 +15,8 @@ from ..manifold import MANIFOLDS
 from ..weights import check_model, check_whole, trained, weights_of
 from .discovery import find
 from .found import Symmetries, check_symmetries
+from .pairs import PairStack, coverage, stacks
 from .points import FromPoints, Point, computed_weights
-from .stacks import PairStack, coverage, stacks
 
 
 @torch.no_grad()

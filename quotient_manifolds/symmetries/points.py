@@ -14,9 +14,8 @@ from .._geoopt import ManifoldParameter
 from ..manifold import GLQuotient
 from ..rescale import RescaleQuotient
 from ..weights import weights_of
-from .pairs import SymmetricPair
+from .pairs import PairStack, SymmetricPair
 from .slots import GL, Slot, real_view
-from .stacks import PairStack
 
 
 class Point:

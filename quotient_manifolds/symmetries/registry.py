@@ -21,7 +21,7 @@ from ..weights import ByClass, is_sharded, plain_class, plain_names, trained, we
 from .attention import Heads, pairs_of_roles
 from .found import Symmetries, check_symmetries
 from .lora import is_lora
-from .pairs import Cause, Claim, no_pair
+from .pairs import Cause, Claim, Refusal
 from .roles import possible_heads, proposals, roles_of
 from .slots import PLANES
 
@@ -79,6 +79,11 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     0 vo    2 × GL(4), 9+8 rows
     """
     return HANDLERS.register(*classes)
+
+
+def no_pair(cause: Cause, detail: str = "") -> list[Claim]:
+    """List the one refusal of a layer as a whole."""
+    return [Refusal("", "attention", cause, detail)]
 
 
 def skip(*classes: type | str) -> None:
@@ -206,13 +211,14 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
     """
     if known is None:
         known = Symmetries()
-    check_symmetries(known)
+    else:
+        check_symmetries(known)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
     with eager(), Watch(model) as watch:
         result = run()
-    plain, claims = plain_names(model), [p for p in known.claims if p.kind != "lora"]
+    plain, claims = plain_names(model), [p for p in (*known.pairs, *known.refused) if p.kind != "lora"]
     missed = {r.module: r for r in known.refused if r.kind != "lora" and r.cause.unexamined}
     examined = {p.module for p in claims} - set(missed)
     covered_modules = {n: m for n, m in model.named_modules() if HANDLERS.of(m) is not None or plain(n) in examined}

@@ -48,8 +48,8 @@ _QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")
 
 def _read(name: str, further: Collection[str] = ()) -> tuple[set[str], str | None]:
     """Return the words of a parameter's name that matter, and the letters of its role; None if it has none."""
-    words = re.split(r"[._\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-    words = {w for w in words if w and w not in _NOISE}
+    every = re.split(r"[._\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    words = {w for w in every if w and w not in _NOISE}
     known = words.difference(further)
     if not known <= _LETTERS.keys():
         return words, None
@@ -120,12 +120,12 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
     if sorted("".join(main)) != sorted("qkvo"):
         return None
     more, biases = _elsewhere(module, main)
-    found = dict[str, Projection]()
+    roles = dict[str, Projection]()
     for letters, whole in main.items():
         for c in letters:
             rows = (*further.get(c, ()), *more.get(c, ()))
-            found[c] = replace(whole, letters=letters, into=c != "o", further=rows, **biases.get(c, {}))
-    return found
+            roles[c] = replace(whole, letters=letters, into=c != "o", further=rows, **biases.get(c, {}))
+    return roles
 
 
 def _elsewhere(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg import standard_normal
 from ..weights import check_model
-
-T = TypeVar("T")
 
 #: How RoPE pairs dimensions.
 PLANES = ("half", "interleaved")
@@ -171,18 +169,6 @@ class Slot:
     def read(self, weights: Mapping[str, Tensor]) -> Tensor:
         """View the slot in the weight of its name."""
         return self.of(weight_of(self, weights).contiguous())
-
-
-def renamed(value: T, name_of: Callable[[str], str]) -> T:
-    """Return a slot, or what holds slots in its fields, with other names of the weights."""
-    if isinstance(value, Slot):
-        return replace(value, name=name_of(value.name))
-    if is_dataclass(value):
-        changed = {f.name: renamed(getattr(value, f.name), name_of) for f in fields(value) if f.init}
-        return replace(value, **changed)  # type: ignore[type-var]
-    if isinstance(value, (list, tuple)):
-        return type(value)(renamed(part, name_of) for part in value)
-    return value
 
 
 def weight_of(slot: Slot, weights: Mapping[str, Tensor]) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from ..weights import ByClass, naming, plain_class
 from .actions import State
 from .pairs import SymmetricPair
-from .slots import GL, Slot, renamed
+from .slots import GL, Slot
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -276,19 +279,25 @@ def wiring_of(model: nn.Module, at: str = "") -> Wiring | None:
     while type(part).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         name, part = next(part.named_children())
         at = f"{at}.{name}".removeprefix(".")
-    found = _of_class(part)
+    found = None if (adapter := _ADAPTERS.of(part)) is None else adapter(part)
+    for name, base in (("", part), *part.named_children()) if found is None else ():
+        headed = _BACKBONES.of(base)
+        if headed is not None and plain_class(base).__module__ == plain_class(part).__module__:
+            found = headed(part, name)
+            break
     return None if found is None else renamed(found, partial(naming(model), at))
 
 
-def _of_class(model: nn.Module) -> Wiring | None:
-    adapter = _ADAPTERS.of(model)
-    if adapter is not None:
-        return adapter(model)
-    for name, base in (("", model), *model.named_children()):
-        headed = _BACKBONES.of(base)
-        if headed is not None and plain_class(base).__module__ == plain_class(model).__module__:
-            return headed(model, name)
-    return None
+def renamed(value: T, name_of: Callable[[str], str]) -> T:
+    """Return a slot, or what holds slots in its fields, with other names of the weights."""
+    if isinstance(value, Slot):
+        return replace(value, name=name_of(value.name))
+    if is_dataclass(value):
+        changed = {f.name: renamed(getattr(value, f.name), name_of) for f in fields(value) if f.init}
+        return replace(value, **changed)  # type: ignore[type-var]
+    if isinstance(value, (list, tuple)):
+        return type(value)(renamed(part, name_of) for part in value)
+    return value
 
 
 def neurons(name: str, kind: str, up: Affine, down: Affine) -> SymmetricPair:

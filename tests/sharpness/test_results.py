@@ -10,7 +10,7 @@ import torch
 import sharpness
 from quotient_manifolds.symmetries import ALL, GL, PairStack, Symmetries, find, move_, pair, slot
 from quotient_manifolds.symmetries.exchange import digest
-from quotient_manifolds.symmetries.stacks import coverage
+from quotient_manifolds.symmetries.pairs import coverage
 from sharpness import LayerShare, LayerShares
 from sharpness.direction import PARTS, NetworkParts, _layer
 from sharpness.results import settings
