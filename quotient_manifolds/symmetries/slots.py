@@ -277,12 +277,14 @@ class SlotStack:
         self.runs: list[Run] = []
         row = 0
         for column in zip(*points, strict=True):
-            rows, start = slice(row, row := row + column[0].size[0]), 0
+            rows, start = slice(row, row + column[0].size[0]), 0
+            row = rows.stop
             while start < len(column):
                 first, stop = column[start], start + 1
                 step = column[stop].offset - first.offset if stop < len(column) else 0
                 while step > 0 and stop < len(column):
-                    if column[stop] != replace(first, offset=first.offset + (stop - start) * step):
+                    s, offset = column[stop], first.offset + (stop - start) * step
+                    if (s.name, s.size, s.stride, s.offset) != (first.name, first.size, first.stride, offset):
                         break
                     stop += 1
                 stride = (step if stop > start + 1 else 0, *first.stride)
