@@ -97,7 +97,6 @@ class Gauge:
         return Gauge(x, self.n, self.sigma.to(real).to(x.device), A, A_inv)
 
 
-@own_precision
 def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     r"""Bring a pair into canonical gauge.
 
@@ -136,6 +135,12 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     if min(G.dim(), H.dim()) < 2 or G.shape[-1] != H.shape[-1] or G.shape[-1] > min(G.shape[-2], H.shape[-2]):
         shapes = f"{tuple(G.shape)} and {tuple(H.shape)}"
         raise ValueError(f"a pair has shapes (…, n, h) and (…, m, h) with h ≤ min(n, m), got {shapes}")
+    return gauge_of(G, H)
+
+
+@own_precision
+def gauge_of(G: Tensor, H: Tensor) -> Gauge:
+    """Return the :func:`canonical_gauge` of what is known to be a pair."""
     gauge, unit = gauge_in_units(G, H)
     return gauge if unit is None else gauge.times(unit)
 
@@ -147,16 +152,12 @@ def gauge_in_units(G: Tensor, H: Tensor) -> tuple[Gauge, Tensor | None]:
     which the unit is the geometric mean, may differ by any factor: it becomes a part of the group element.
     """
     sizes = torch.stack(torch.broadcast_tensors(largest(G), largest(H)))
-    if holds((sizes > 1 / _ORDINARY) & (sizes < _ORDINARY)):
-        return _gauge(G, H), None
-    if not holds(sizes.isfinite()):
-        raise NotFiniteError(f"the pair of shapes {tuple(G.shape)}, {tuple(H.shape)} has NaN or infinite entries")
-    size_G, size_H = power_of_two(sizes.sqrt())  # of its root, so that the root of their product is one too
-    gauge, turn = _gauge(G / size_G / size_G, H / size_H / size_H), size_G / size_H
-    return Gauge(gauge.x, gauge.n, gauge.sigma, gauge.A * turn, gauge.A_inv / turn), size_G * size_H
-
-
-def _gauge(G: Tensor, H: Tensor) -> Gauge:
+    unit = turn = None
+    if not holds((sizes > 1 / _ORDINARY) & (sizes < _ORDINARY)):
+        if not holds(sizes.isfinite()):
+            raise NotFiniteError(f"the pair of shapes {tuple(G.shape)}, {tuple(H.shape)} has NaN or infinite entries")
+        size_G, size_H = power_of_two(sizes.sqrt())  # of its root, so that the root of their product is one too
+        G, H, unit, turn = G / size_G / size_G, H / size_H / size_H, size_G * size_H, size_G / size_H
     Q_G, R_G = torch.linalg.qr(G)
     Q_H, R_H = torch.linalg.qr(H)
     U, sigma, Vh = _svd(R_G @ R_H.mH)
@@ -166,7 +167,9 @@ def _gauge(G: Tensor, H: Tensor) -> Gauge:
     phase = peak.conj() / peak.abs()
     U, V, inverse = U * phase, V * phase, torch.where(row > 0, 1 / row, 0)
     A, A_inv = inverse.mT * (U.mH @ R_G), (R_H.mH @ V) * inverse
-    return Gauge(torch.cat([U_hat * (phase * row), Q_H @ (V * row)], dim=-2), G.shape[-2], sigma, A, A_inv)
+    if turn is not None:
+        A, A_inv = A * turn, A_inv / turn
+    return Gauge(torch.cat([U_hat * (phase * row), Q_H @ (V * row)], dim=-2), G.shape[-2], sigma, A, A_inv), unit
 
 
 @own_precision

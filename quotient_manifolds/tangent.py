@@ -5,6 +5,7 @@ All formulas are evaluated at the canonical representative, see :mod:`quotient_m
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -141,19 +142,20 @@ class GLTangentSpace(TangentSpace):
         inv: :math:`(\nabla_G M, \nabla_H N)`; mix: :math:`(\nabla_G N^{-1}, \nabla_H M^{-1})`. For a function of
         :math:`G H^H` these are horizontal already; for any other function the vertical part is removed.
         """
-        (P, R), (G, H) = self._times(u, _adjoint(self._inverse_isometry)), self._local.factors
+        maps = self._inverse_isometry
+        (P, R), (G, H) = self._times(u, maps and _adjoint(maps)), self._local.factors
         V_G, V_H = self._local.inverse_weights
         L = self._local.vertical_part((G.mH @ P) @ V_G, (H.mH @ R) @ V_H)
         of_G, of_H = L, -L.mH
-        if self._inverse_isometry is not None:
-            A, B = self._inverse_isometry
+        if maps is not None:
+            A, B = maps
             V_G, V_H, of_G, of_H = V_G @ A, V_H @ B, of_G @ A, of_H @ B
         return _sum((P @ V_G, R @ V_H), ((G, H), (of_G, of_H)))
 
     def to_covector(self, u: Tensor) -> Tensor:
         r"""Return the covector :math:`v \mapsto \langle u, v \rangle`, :math:`(ξ_G W_G, ξ_H W_H)` in gauge."""
         (xi, eta), (W_G, W_H) = self._times(u, self._isometry), self._local.weights
-        return _packed((xi @ W_G, eta @ W_H), _adjoint(self._isometry))
+        return _packed((xi @ W_G, eta @ W_H), self._isometry and _adjoint(self._isometry))
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw a standard Gaussian horizontal vector.
@@ -196,7 +198,7 @@ class GLTangentSpace(TangentSpace):
         <quotient_manifolds.GLQuotientInv.geodesic>`. ``tolerance`` is that of the solver for mix.
         """
         (X, xi), (Y, eta) = geodesics.geodesic(self.metric, *self._whitened(u), t, tolerance)
-        (G, H), row, absent = self._local.factors, self._row(), ~self.present.unsqueeze(-2)
+        (G, H), (row, _), absent = self._local.factors, self._scales, ~self.present.unsqueeze(-2)
         root = row_power(self._gauge.sigma, self.present, 0.5)
         point = X * root + G * absent, Y * root + H * absent
         return _packed(point, self._from_gauge), _packed((xi * row, eta * row), self._from_gauge)
@@ -214,9 +216,11 @@ class GLTangentSpace(TangentSpace):
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 
-    def _row(self, sign: int = 1) -> Tensor:
-        """Return the row that turns coordinates into a vector in canonical gauge, or its inverse."""
-        return row_power(self._gauge.sigma, self.present, sign * self.metric.scale_exponent)
+    @cached_property
+    def _scales(self) -> Pair:
+        """The row that turns coordinates into a vector in canonical gauge, and its inverse."""
+        sigma, exponent = self._gauge.sigma, self.metric.scale_exponent
+        return row_power(sigma, self.present, exponent), row_power(sigma, self.present, -exponent)
 
     def coordinates(self, u: Tensor) -> Tensor:
         r"""Return coordinates in which the metric is the identity, :math:`\|u\|_x = \|c\|_F`.
@@ -224,33 +228,34 @@ class GLTangentSpace(TangentSpace):
         In canonical gauge they are :math:`ξ Σ^{-1/2}` (inv) or :math:`ξ Σ^{1/2}` (mix). Absent directions (σ_i = 0)
         have coordinate 0.
         """
-        return self._mapped(u, self._isometry) * self._row(-1)
+        return self._mapped(u, self._isometry) * self._scales[1]
 
     def from_coordinates(self, c: Tensor) -> Tensor:
         """Invert :meth:`coordinates`, except for absent directions; shape of c."""
-        return self._mapped(c * self._row(), self._inverse_isometry)
+        return self._mapped(c * self._scales[0], self._inverse_isometry)
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
         """Return the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
-        return self._mapped(e, _adjoint(self._inverse_isometry)) * self._row()
+        maps = self._inverse_isometry
+        return self._mapped(e, maps and _adjoint(maps)) * self._scales[0]
 
     # For every ascent step: large tensors are sums of point, vector and gradient, each times an h × h matrix.
 
     def project_coordinates(self, c: Tensor) -> Tensor:
         """Project coordinates onto those of horizontal vectors, in canonical gauge; shape of c."""
-        (G, H), (xi, eta), row = self._local.factors, self._times(c, None), self._row()
-        L, inverse = self._local.vertical_part(G.mH @ xi * row, H.mH @ eta * row), self._row(-1)
+        (G, H), (xi, eta), (row, inverse) = self._local.factors, c.split(self._rows, dim=-2), self._scales
+        L = self._local.vertical_part(G.mH @ xi * row, H.mH @ eta * row)
         out = c * self.present.unsqueeze(-2)
-        for part, X, V in zip(self._times(out, None), (G, H), (L, -L.mH), strict=True):
-            _add_product_(part, X, V * inverse)
+        for part, X, V in zip(out.split(self._rows, dim=-2), (G, H), (L, -L.mH), strict=True):
+            _write_sum(part, (X, V * inverse), beta=1)
         return out
 
     def retr_coordinates(self, c: Tensor) -> Tensor:
         """Return ``retr(from_coordinates(c))``, in canonical gauge."""
-        out, speed = torch.empty_like(c), self._row() * self._speed
+        out, speed = torch.empty_like(c), self._scales[0] * self._speed
         one = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
-        equations = self._local.equations(self._times(c, None), speed)
-        parts = self._times(out, None), self._local.factors, self._times(c, None), equations
+        velocity = c.split(self._rows, dim=-2)
+        parts = out.split(self._rows, dim=-2), self._local.factors, velocity, self._local.equations(velocity, speed)
         for part, X, v, (a, b) in zip(*parts, strict=True):
             _write_sum(part, (X, one + 0.5 * a), (v, speed.mT * (one + 0.5 * b)))
         return out if self._unit is None else out.mul_(self._unit)
@@ -261,13 +266,13 @@ class GLTangentSpace(TangentSpace):
         They are those of the horizontal part of :math:`P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P`, with the
         gradient P, in canonical gauge.
         """
-        out, row, speed = torch.empty_like(c) if out is None else out, self._row(), self._row() * self._speed
-        adjoints = self._local.adjoints(self._times(c, None), self._times(egrad, None), speed)
+        out, (row, inverse) = torch.empty_like(c) if out is None else out, self._scales
+        part_of, velocity, covector = (t.split(self._rows, dim=-2) for t in (out, c, egrad))
+        adjoints = self._local.adjoints(velocity, covector, speed := row * self._speed)
         L = self._local.vertical_part(*(XQ * row**2 for *_, XQ in adjoints))
-        parts = self._times(out, None), self._local.factors, self._times(c, None), self._times(egrad, None)
-        vectors = zip(*parts, strict=True)
+        vectors = zip(part_of, self._local.factors, velocity, covector, strict=True)
         for (part, X, v, p), (e, a, b, _), V in zip(vectors, adjoints, (L, -L.mH), strict=True):
-            _write_sum(part, (p, e * row), (X, a * row + V * self._row(-1)), (v, speed.mT * b * row))
+            _write_sum(part, (p, e * row), (X, a * row + V * inverse), (v, speed.mT * b * row))
         return out if self._unit is None else out.mul_(self._speed * self._unit)
 
 
@@ -294,19 +299,15 @@ def _sum(X: Pair, *products: tuple[Pair, Pair]) -> Tensor:
     return torch.cat(X, dim=-2)
 
 
-def _adjoint(by: Pair | None) -> Pair | None:
-    return by if by is None else (by[0].mH, by[1].mH)
+def _adjoint(by: Pair) -> Pair:
+    return by[0].mH, by[1].mH
 
 
-def _write_sum(out: Tensor, *products: Pair) -> None:
-    """Write Σ X A into ``out``, for small matrices A."""
-    for k, (X, A) in enumerate(products):
-        _add_product_(out, X, A, beta=min(k, 1))
-
-
-def _add_product_(out: Tensor, X: Tensor, A: Tensor, *, beta: int = 1) -> None:
-    """Write β out + X A into ``out``; matrices of three dimensions need one pass."""
-    if out.dim() == X.dim() == A.dim() == 3 and len(out) == len(X) == len(A):
-        out.baddbmm_(X, A, beta=beta)
-    else:
-        out.copy_(out + X @ A if beta else X @ A)
+def _write_sum(out: Tensor, *products: Pair, beta: int = 0) -> None:
+    """Write β out + Σ X A into ``out``, for small matrices A; matrices of three dimensions need one pass each."""
+    for X, A in products:
+        if out.dim() == X.dim() == A.dim() == 3 and len(out) == len(X) == len(A):
+            out.baddbmm_(X, A, beta=beta)
+        else:
+            out.copy_(out + X @ A if beta else X @ A)
+        beta = 1

@@ -55,17 +55,22 @@ def reshard(model: nn.Module) -> None:
             m.reshard()  # type: ignore[operator]
 
 
-def check_whole(model: nn.Module, *, or_rows: bool = False) -> None:
-    """Raise for anything but a torch module of which this process has all weights, or their rows by FSDP2."""
+def check_whole(model: nn.Module, *, or_rows: bool = False) -> bool:
+    """Raise for anything but a torch module of which this process has all weights, or their rows by FSDP2.
+
+    Returns whether it has rows alone; then no module keeps gathered weights.
+    """
     check_model(model)
     reshard(model)
-    for name, p in model.named_parameters():
-        if is_sharded(p) and not (or_rows and hasattr(p, "placements")):
+    sharded = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+    for name, p in sharded.items():
+        if not (or_rows and hasattr(p, "placements")):
             raise ValueError(
                 f"parameter {name!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are needed here; "
                 "do this before fully_shard, after which pairs that were found still hold, or on the whole checkpoint "
                 "(evaluate and gradient_norm measure what FSDP2's fully_shard sharded)"
             )
+    return bool(sharded)
 
 
 def is_point(p: Tensor) -> TypeGuard[Any]:
@@ -146,18 +151,16 @@ class ByClass(dict[str, F]):
         """Return a decorator that registers a function for the classes."""
 
         def decorate(function: F) -> F:
-            self.update((c if isinstance(c, str) else _qualified(c), function) for c in classes)
+            for c in classes:
+                self[c if isinstance(c, str) else f"{c.__module__}.{c.__qualname__}"] = function
             return function
 
         return decorate
 
     def of(self, module: nn.Module) -> F | None:
         """Look up the function for the exact class of a module."""
-        return self.get(_qualified(plain_class(module)))
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+        cls = plain_class(module)
+        return self.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _leave_shortcuts(undo: list[Callable[[], object]]) -> None:
@@ -245,13 +248,10 @@ class preserve_model_state:
             if not self.hooks:
                 self.hooks += [m.register_forward_pre_hook(drop_caches) for m in self.caching]
         except BaseException:
-            self.restore()
+            self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
-        self.restore()
-
-    def restore(self) -> None:
         """Restore everything; a second call is harmless."""
         try:
             if not self.saved:

@@ -8,11 +8,10 @@ if TYPE_CHECKING:
     from .curvature import HessianOperator
     from .direction import Direction, LayerShare, LayerShares, perturbed
     from .evaluation import average, evaluate, gradient_norm, hessian
-    from .measures import MEASURES, Measure, get_measure
+    from .measures import MEASURES, Measure, Search, get_measure
     from .monitor import measured
     from .results import SharpnessResult
     from .sam import GeodesicSAM
-    from .search import Search
     from .space import WeightSpace
     from .spectra import Spectrum, spectrum
     from .statistic import BatchResult

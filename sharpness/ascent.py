@@ -36,8 +36,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quotient_manifolds.linalg import in_double
-
 from .distributed import World
 
 __all__ = ["ASCENTS", "Ascent", "auto_pgd", "power"]
@@ -135,9 +133,9 @@ def power(
     g, best = torch.empty_like(start), start
     top = f(best, g)
     history, base = [top], top if base is None else base
-    # The origin is not on the surface: the first iterate replaces it, whatever its value.
-    begun, momentum, omega = norm(start, world) > 0, False, 1.0
     gram = gram_matrix(g, best, world=world)
+    # The origin is not on the surface: the first iterate replaces it, whatever its value.
+    begun, momentum, omega = gram[1, 1] > 0, False, 1.0
     gap: float | None
     gap, slope = _gap(gram, radius)
     # After a rise the best point before this one, else memory alone, of weight 0; each vector is as large as the model.
@@ -311,17 +309,11 @@ def gram_matrix(*vectors: Tensor, world: World | None = None) -> np.ndarray:
     """Compute the inner products of all pairs, in one pass, summed over chunks and processes in double precision."""
     k = len(vectors)
     rows, columns = np.triu_indices(k)
-    totals = in_double(vectors[0].new_zeros(len(rows)))
-    for parts in _chunks(*vectors):
-        totals += in_double(torch.stack([torch.dot(parts[i], parts[j]) for i, j in zip(rows, columns, strict=True)]))
-    gram = np.zeros((k, k))
+    pairs, gram = list(zip(rows, columns, strict=True)), np.zeros((k, k))
+    products = torch.stack([torch.dot(parts[i], parts[j]) for parts in _chunks(*vectors) for i, j in pairs])
+    totals = products.cpu().double().view(-1, len(pairs)).sum(0)
     gram[rows, columns] = gram[columns, rows] = (totals if world is None else world.sum(totals)).tolist()
     return gram
-
-
-def norm(x: Tensor, world: World | None = None) -> float:
-    """Measure the Euclidean length of a vector."""
-    return math.sqrt(float(gram_matrix(x, world=world)[0, 0]))
 
 
 def _combine_(out: Tensor, vectors: tuple[Tensor, ...], weights: list[float]) -> Tensor:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -59,16 +59,19 @@ class BatchLoss:
     def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int) -> None:
         batch = to_device(batch, space.device)
         batch = to_float32(batch) if space.in_float32 else batch
-        self.space, self.objective, self.index, self.pieces = space, objective, index, _share(space, objective, batch)
-        self.passes = 0
+        self.space, self.objective, self.index, self.passes = space, objective, index, 0
+        one = space.world is None
+        self.pieces = objective.pieces(space.model, batch) if one else _share(space, objective, batch)
         self.worst_error: float | None = None
         self.base_gradient = space.empty()
         self.base = self(None, self.base_gradient)
         self.base_error, first = self.worst_error, self._first
         self._check_second_pass(first)
-        objective.check_pieces(space.model, batch, all_of_them=index == 0)
-        self._check_symmetries(first)
-        if not space.world.all(finite(self.base_gradient)):
+        if objective.micro_batch is not None:
+            objective.check_pieces(space.model, batch, all_of_them=index == 0)
+        if any(residual > space.tolerance for residual in space.residuals.values()):
+            self._check_symmetries(first)
+        if not space.agree(finite(self.base_gradient)):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
                 f"{self.base:.6g}; "
@@ -76,28 +79,32 @@ class BatchLoss:
             )
         self.slope = space.norm(self.base_gradient)
 
-    def release_gradient(self) -> None:
-        """Free the gradient at the weights, which is as large as the model."""
-        del self.base_gradient
-
     def forget_errors(self) -> None:
         """Count only misclassified examples at the weights, and from here on."""
         self.worst_error = self.base_error
 
     def __call__(self, xi: Tensor | None, out: Tensor | None = None) -> float:
         """Evaluate the loss at a vector (None: at the weights), and write the gradient there to ``out``, if given."""
-        self.space.move_to(xi)
+        space, gradient = self.space, dict[str, Tensor]()
+        space.move_to(xi)
         if out is None:
             with self.objective.only_values():
                 for _ in self.losses():
                     pass
-            return self._total(xi)
-        with torch.enable_grad():
-            gradient = self.space.differentiate(self.losses())
-        if xi is None:
-            self.space.evidence.see(gradient)
-        value = self._total(xi)
-        self.space.pull_back_from_copies(gradient, xi, out)
+        else:
+            with torch.enable_grad():
+                gradient = space.differentiate(self.losses())
+            if xi is None:
+                space.see(gradient)
+        sums = self._sums if space.world is None else space.world.sum(self._sums)
+        value, wrong, counted = sums.tolist()
+        value = value if space.world is None else value / space.world.size
+        if not math.isfinite(value):
+            self._refuse(value, xi)
+        if counted:
+            self.worst_error = max(wrong / counted, self.worst_error or 0.0)
+        if out is not None:
+            space.pull_back_from_copies(gradient, xi, out)
         return value
 
     def losses(self) -> Iterator[Tensor]:
@@ -113,13 +120,8 @@ class BatchLoss:
                 self._sums += torch.tensor([weight * value, wrong, counted], dtype=torch.float64, device="cpu")
             yield loss * weight if weight != 1 else loss
 
-    def _total(self, xi: Tensor | None) -> float:
-        """Add up the losses and errors of the pieces of all processes."""
-        value, wrong, counted = self.space.world.sum(self._sums).tolist()
-        value /= self.space.world.size
-        if math.isfinite(value):
-            self.worst_error = max(wrong / counted, self.worst_error or 0.0) if counted else self.worst_error
-            return value
+    def _refuse(self, value: float, xi: Tensor | None) -> NoReturn:
+        """Raise for a loss that is not finite."""
         distance = 0.0 if xi is None else self.space.norm(xi)
         if distance == 0:
             raise ValueError(
@@ -134,7 +136,7 @@ class BatchLoss:
     def _check_second_pass(self, one: float) -> None:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
         run = partial(self.objective.value, self.space.model, self.pieces[0][1])
-        if self.space.evidence.missing().weights:
+        if self.space.missing().weights:
             with eager(), _Seen() as seen:
                 two = run()
             if seen.hidden:
@@ -142,11 +144,10 @@ class BatchLoss:
         else:
             two = run()
 
-        def alike(rounding: float) -> bool:
-            bound = min(_REPEATED * rounding, _ROUGHEST) * max(abs(one), abs(two), SMALL)
-            return self.space.world.all(abs(one - two) <= bound)
-
-        if not alike(rounding_error(self.space.model)) and not alike(computed_in(run)):
+        apart = abs(one - two) / max(abs(one), abs(two), SMALL)
+        if self.space.agree(apart <= min(_REPEATED * rounding_error(self.space.model), _ROUGHEST)):
+            return
+        if not self.space.agree(apart <= min(_REPEATED * computed_in(run), _ROUGHEST)):
             raise ValueError(
                 f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
                 "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
@@ -158,9 +159,8 @@ class BatchLoss:
         Near a minimum a gradient may be mostly rounding error, which does not affect moves of the weights. Residuals
         that all pairs share come from the precision of the model's computations.
         """
-        evidence = self.space.evidence
-        residuals, tolerance = evidence.residuals, evidence.tolerance
-        least = min(residuals.values(), default=1.0)
+        residuals, tolerance = self.space.residuals, self.space.tolerance
+        least = min(residuals.values())
         several = len({(p.module, p.kind) for p in residuals}) > 1
         shared = 3 * least if several and least < _SHARED else 0.0
         rounding, floor = 0.1 * tolerance + 2e-5, SMALL
@@ -172,16 +172,17 @@ class BatchLoss:
             after = self.objective.value(self.space.model, self.pieces[0][1])
             self.space.move_to(None)
             alike = abs(after - before) <= rounding * max(abs(after), abs(before), floor)
-            if not self.space.world.all(alike):
+            if not self.space.agree(alike):
                 raise NotASymmetryError(pair, residuals[pair], tolerance)
 
 
 def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
-    """Return the pieces of a batch that this process passes through the model; each process has equally many.
+    """Return the pieces of a batch that this process passes through a sharded model; each process has equally many.
 
     FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied by the
     number of processes.
     """
+    assert space.world is not None
     size, rank = space.world.size, space.world.rank
     if size > 1 and objective.micro_batch is None:
         objective = replace(objective, micro_batch=-(-count_examples(batch) // size))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -145,21 +144,17 @@ def build_patches(
 
     ``constant`` are masks of the entries that do not move, ``lengths`` those of the vectors that entries belong to.
     """
-    covered = coverage(found, moving)
+    covered, takes_points = coverage(found, moving), measure.takes_points
     for name, mask in constant.items():
         covered[name] = mask | covered[name] if name in covered else mask
     single: list[Patch] = [
-        PointPatch(name, p, dtype) if measure.takes_points and is_point(p)
+        PointPatch(name, p, dtype) if takes_points and is_point(p)
         else ElementwisePatch(name, p, measure, dtype, covered.get(name), lengths.get(name))
         for name, p in moving.items()
         if name not in covered or not bool(covered[name].all())
     ]  # fmt: skip
-    return single, [patch_class(measure, s)(s, moving, measure, dtype) for s in found]
-
-
-def patch_class(measure: Measure, stack: PairStack) -> Any:
-    """Return the class of a stack's patch: a measure's own is not for points, whose metric is their own."""
-    return PairPatch if stack.metric else measure.pair_patch or PairPatch
+    own = measure.pair_patch or PairPatch  # not for points, whose metric is their own
+    return single, [(PairPatch if s.metric else own)(s, moving, measure, dtype) for s in found]
 
 
 def warn_of_unknown(model: nn.Module) -> None:

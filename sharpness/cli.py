@@ -36,8 +36,8 @@ from typing import Any, Literal, NoReturn
 
 from . import commands, spectrum_command, sweeps, symmetry_commands
 from .errors import painted, words_of
+from .measures import Search
 from .options import DataChoice, RunOptions
-from .search import Search
 
 
 class Parser(argparse.ArgumentParser):

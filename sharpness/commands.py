@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import about, aligned, require_extra, say
 from .files import check_apart, check_file, write_json
+from .measures import Search
 from .options import DataChoice, RunOptions
-from .search import Search
 
 if TYPE_CHECKING:
     from .models import LoadedModel
@@ -165,7 +165,7 @@ def _of(kind: Any, chosen: dict[str, Any]) -> dict[str, Any]:
 def _print(result: SharpnessResult, guessing: float, *, verbose: bool) -> None:
     """Print what was found, what to compare it with, and what limits it."""
     from .results import REFERENCE, doubts, headline, settings
-    from .worst import Worst
+    from .statistic import Worst
 
     low, high = REFERENCE.get(result.measure.name, (0.0, 0.0))
     remarks = [*doubts(result), *result.remarks]

@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quotient_manifolds.passes import Shared
 
-from .distributed import is_sharded_model
 from .space import WeightSpace
 
 
@@ -82,7 +81,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
-        if is_sharded_model(space.model):
+        if space.world is not None:
             raise ValueError(
                 "the Hessian of a sharded model is not measured: FSDP2 has no second derivatives; load it whole"
             )
@@ -103,7 +102,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         """Multiply a vector of coordinates, (dim,), of the space's dtype and device; the product is horizontal."""
         space = self.space
         self.num_matvecs += 1
-        space.return_to_base()
+        space.move_to(None)
         v = space.project(v)
         if not self._quadratic:
             return self._by_differences(v)

@@ -26,7 +26,7 @@ class _OnSpace(PyTorchLinearOperator):
     """An operator on or into the coordinates of a space, column by column."""
 
     def __init__(self, space: WeightSpace, in_shape: list[Any], out_shape: list[Any]) -> None:
-        if space.world.group is not None:
+        if space.world is not None:
             raise ValueError("curvlinops does not multiply weights that are sharded; load the model whole")
         self.space = space
         super().__init__(in_shape, out_shape)
@@ -53,7 +53,7 @@ class _OnSpace(PyTorchLinearOperator):
     def _matmat(self, X: list[Tensor]) -> list[Tensor]:
         if not self.space.copies:
             raise ValueError("the space is not attached; compute products in a block `with space.attached():`")
-        self.space.return_to_base()
+        self.space.move_to(None)
         columns = [
             self._column([part.contiguous() for part in x]) for x in zip(*(x.unbind(-1) for x in X), strict=True)
         ]

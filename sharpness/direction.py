@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from quotient_manifolds.symmetries.registry import HANDLERS, candidates
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
 
-from .building import patch_class, stacks_of
+from .building import stacks_of
 from .errors import aligned
 from .measures import Measure
-from .patches import Patch
+from .patches import PairPatch, Patch
 from .points import PointPatch
 
 #: The parts of a network, in the order of tables.
@@ -150,7 +151,10 @@ def along(model: nn.Module, direction: Direction) -> tuple[Mapping[str, Tensor],
             base, symmetries = form.values, form.symmetries
         with pointing_to(model, base):
             found = stacks_of(measure, symmetries, weights)
-            patches = [patch_class(measure, s)(s, weights, measure, torch.float64, at_model=True) for s in found]
+            own = measure.pair_patch or PairPatch  # not for points, whose metric is their own
+            patches = [
+                (PairPatch if s.metric else own)(s, weights, measure, torch.float64, at_model=True) for s in found
+            ]
             inside = {name for p in patches for name in p.names}
             alone = [name for name in vector if measure.takes_points and is_point(weights[name]) and name not in inside]
             points = [PointPatch(name, weights[name], torch.float64) for name in alone]
@@ -305,26 +309,23 @@ class NetworkParts:
 
         Coordinates of single weights have the shape of their parameter, or as many numbers.
         """
-        found: dict[Place, float] = {}
-        for place, square in (entry for patch, c in vector for entry in self._of_patch(patch, c)):
-            found[place] = found.get(place, 0.0) + square
-        layers = list(dict.fromkeys([*self._layers.values(), *(layer for layer, *_ in found)]))
-        places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
-        return {place: found[place] for place in places if found[place] > 0}
-
-    def _of_patch(self, patch: Patch, c: Tensor) -> Iterator[tuple[Place, float]]:
-        if patch.pairs:
-            for pair, square in zip(patch.pairs, patch.squares(c), strict=True):
+        found = defaultdict[Place, float](float)
+        for patch, c in vector:
+            lengths = c.view(len(patch.pairs), -1).square().sum(1).tolist() if patch.pairs else []
+            for pair, square in zip(patch.pairs, lengths, strict=True):
                 layer = self._layers[pair.G[0].name]
                 if pair.metric and pair.kind != "point":  # weights that are computed from a point
                     layer = _block(pair.module)
-                yield (layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head), square
-        else:
-            (name,), squares = patch.names, c.square()
-            for part, s in self._inside.get(name, ()):
-                yield (self._layers[name], part, None), float(s.of(squares).sum())
-                s.of(squares).zero_()
-            yield (self._layers[name], self._rest[name], None), float(squares.sum())
+                found[layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head] += square
+            for name in () if patch.pairs else patch.names:
+                squares = c.square()
+                for part, s in self._inside.get(name, ()):
+                    found[self._layers[name], part, None] += float(s.of(squares).sum())
+                    s.of(squares).zero_()
+                found[self._layers[name], self._rest[name], None] += float(squares.sum())
+        layers = list(dict.fromkeys([*self._layers.values(), *(layer for layer, *_ in found)]))
+        places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
+        return {place: found[place] for place in places if found[place] > 0}
 
 
 def _block(module: str) -> str:

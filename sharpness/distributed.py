@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quotient_manifolds.weights import check_model, is_sharded, plain_class, reshard, trained
+from quotient_manifolds.weights import is_sharded, plain_class, trained
 
 from .errors import RemoteError
 
@@ -55,6 +55,19 @@ class World:
     def owns(self, unit: int) -> bool:
         """Return whether a unit of work falls to this process."""
         return unit % self.size == self.rank
+
+    def checksums(self, model: nn.Module) -> dict[str, int]:
+        """Compute the checksums of a model's weights, which several processes have alike."""
+        weights = model.state_dict() if self.size > 1 else {}
+        return {f"{name!r} of the model": checksum(t) for name, t in weights.items()}
+
+    def deal(self, numbered: Iterable[tuple[int, T]], contents: dict[str, int]) -> Iterator[tuple[int, T]]:
+        """Deal out numbered batches, of which all processes have all, and note their checksums."""
+        for index, batch in numbered:
+            if self.size > 1:
+                contents[f"batch {index}"] = checksum(batch)
+            if self.owns(index):
+                yield index, batch
 
     def gather(self, mine: list[T]) -> list[T]:
         """Collect the results of all processes on every process."""
@@ -181,13 +194,6 @@ def torchrun(device: torch.device) -> Iterator[dist.ProcessGroup | None]:
         # Older torch (2.6) joins gloo's threads with the GIL held: a deadlock if one still frees the last gather.
         time.sleep(0.1)
         dist.destroy_process_group()
-
-
-def is_sharded_model(model: nn.Module) -> bool:
-    """Return whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
-    check_model(model)
-    reshard(model)
-    return any(type(p).__name__ == "DTensor" for p in model.parameters())
 
 
 def world_of(model: nn.Module) -> World:

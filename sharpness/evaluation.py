@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import reduce
@@ -12,24 +13,22 @@ from operator import and_
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, is_initialized
 from tqdm.auto import tqdm
 
 from quotient_manifolds.symmetries import Symmetries
-from quotient_manifolds.weights import plain_class, preserve_model_state
+from quotient_manifolds.weights import check_whole, plain_class, preserve_model_state
 
 from .batch_loss import BatchLoss
 from .direction import Direction
-from .distributed import World, check_alike, checksum, is_sharded_model
-from .errors import check_flags
+from .distributed import World, check_alike
 from .losses import LossFunction, Objective
-from .measures import MEASURES, Measure, checked_radii, get_measure
+from .measures import MEASURES, Measure, Search, checked_radii, get_measure
 from .measuring import attached_space, remarks_on
+from .other_statistics import Average, Curvature, GradientNorm
 from .results import SharpnessResult
-from .search import Search
 from .space import Unreached
-from .statistic import Average, BatchResult, Curvature, GradientNorm, Statistic
-from .worst import Worst
+from .statistic import BatchResult, Statistic, Worst
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
@@ -223,54 +222,49 @@ def statistic_of(
     progress: bool = True, group: ProcessGroup | None = None,
 ) -> SharpnessResult:  # fmt: skip
     """Measure any statistic of a model on batches; all else as for :func:`evaluate`."""
-    objective, sharded = Objective(loss_fn, micro_batch), is_sharded_model(model)
-    measure, radii = _where(statistic, get_measure(measure), rho)
+    objective, sharded = Objective(loss_fn, micro_batch), check_whole(model, or_rows=True)
+    measure = get_measure(measure)
+    if not statistic.local:
+        radii = checked_radii(measure, rho)
+    elif rho is None:
+        measure, radii = measure.at_weights, (0.0,)
+    else:
+        raise ValueError(f"the {statistic.name} is that at the weights, without a radius; leave rho out")
     if sharded and keep_directions:
         raise ValueError("a sharded model keeps no directions, which are as large as it is; leave keep_directions out")
-    world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
-    weights = model.state_dict() if world.size > 1 else {}
-    contents = {f"{name!r} of the model": checksum(t) for name, t in weights.items()}  # all processes have the same
+    world = None  # of a process alone; those of a sharded model work on every batch together
+    if sharded or group is not None or is_initialized():
+        world = World(None if sharded else group)
+    contents = {} if world is None else world.checksums(model)
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
-    steps = -(-len(batches) // world.size) * len(radii) * statistic.work if isinstance(batches, Sized) else None
+    count = -(-len(batches) // (1 if world is None else world.size)) if isinstance(batches, Sized) else 0
+    steps = count * len(radii) * statistic.work
     state = preserve_model_state(model)
     with (
-        world.together() as shares,
+        nullcontext(list[_Share]()) if world is None else world.together() as shares,
         state,
         state,  # twice: the second exit repeats a restoration that an interrupt cut short
         progress_bar(steps or None, measure.name, "step", progress=progress) as bar,
-        attached_space(model, batches, measure, objective, symmetries) as (space, numbered),
+        attached_space(model, batches, measure, objective, symmetries, sharded=sharded) as (space, numbered),
     ):
         fit = 0 if sharded else _DIRECTIONS // max(space.dim * space.dtype.itemsize, 1)
         most = fit if keep_directions is None else sys.maxsize * bool(keep_directions)  # directions that are kept
-        for index, batch in numbered:
-            if world.size > 1:
-                contents[f"batch {index}"] = checksum(batch)
-            if world.owns(index):
-                loss = BatchLoss(space, objective, batch, index)
-                for result, direction in _over_radii(statistic, loss, radii, bar, most - len(directions)):
-                    results.append(result)
-                    if direction is not None:
-                        directions[index, result.rho] = direction
-        shares.append(_Share(results, space.evidence.missing(), contents))
-    check_alike([share.contents for share in shares])
+        for index, batch in numbered if world is None else world.deal(numbered, contents):
+            loss = BatchLoss(space, objective, batch, index)
+            for result, direction in _over_radii(statistic, loss, radii, bar, most - len(directions)):
+                results.append(result)
+                if direction is not None:
+                    directions[index, result.rho] = direction
+        shares.append(_Share(results, space.missing(), contents))
+    if world is not None:
+        check_alike([share.contents for share in shares])
     unreached = reduce(and_, (share.unreached for share in shares))
     results = sorted((r for share in shares for r in share.results), key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
         measure, statistic, radii, plain_class(model).__name__, *space.spectrum(), len(unreached.pairs),
         tuple(results), remarks_on(space, unreached), space.divided, directions,
     )  # fmt: skip
-
-
-def _where(
-    statistic: Statistic, measure: Measure, rho: float | Iterable[float] | None
-) -> tuple[Measure, tuple[float, ...]]:
-    """Return the measure and its radii, 0 at the weights themselves."""
-    if not statistic.local:
-        return measure, checked_radii(measure, rho)
-    if rho is not None:
-        raise ValueError(f"the {statistic.name} is that at the weights, without a radius; leave rho out")
-    return measure.at_weights, (0.0,)
 
 
 def _over_radii(
@@ -319,7 +313,8 @@ def measure_of(name: str) -> Measure:
 
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:
     """Return tqdm's bar, which a file or pipe gets once a minute, after the first."""
-    check_flags(progress=progress)
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress must be True or False, got {type(progress).__name__}")
     often: dict[str, Any] = {"leave": None}  # an inner one goes when it is done
     if sys.stderr is not None and not sys.stderr.isatty():
         often = {"delay": 60, "mininterval": 60, "miniters": 1, "leave": False}

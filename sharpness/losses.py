@@ -46,7 +46,7 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
     ``torch.nn.functional.cross_entropy`` takes them. Labels of another form, and tokens or labels that the model does
     not have, raise a ValueError.
     """
-    by_name, name = isinstance(batch, Mapping), plain_class(model).__name__
+    by_name = isinstance(batch, Mapping)
     if not by_name and not (isinstance(batch, (list, tuple)) and len(batch) == 2):
         raise ValueError(
             f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
@@ -57,31 +57,39 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
         raise ValueError("a batch has no labels; leave it out")
     with _explaining(model):
         output = default_forward(model, batch)
-    scores, loss = scores_of(output), _look_up(output, "loss")
+    scores = scores_of(output)
+    loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if by_name and loss is None:
         fix = "load a class with a head for them, such as …ForSequenceClassification"
         if isinstance(output, tuple) and hasattr(model, "config"):
             fix = "set model.config.return_dict = True"
         elif "labels" not in batch:
             fix = "add the labels"
-        raise ValueError(f"{name} returned no loss for a dict with the keys {sorted(batch)}; {fix}, or pass loss_fn")
+        raise ValueError(
+            f"{plain_class(model).__name__} returned no loss for a dict with the keys {sorted(batch)}; {fix}, or pass "
+            "loss_fn"
+        )
     if not by_name and scores is None:
-        raise ValueError(f"{name} returned {type(output).__name__} without logits; pass loss_fn")
+        raise ValueError(f"{plain_class(model).__name__} returned {type(output).__name__} without logits; pass loss_fn")
     if not by_name and scores.dim() > 1 and scores.shape[1] == 1:
         raise ValueError(
-            f"{name} returned one score per example, for which cross-entropy is always 0; for a regression pass "
-            "loss_fn, or make batches dicts, for a model that returns its own loss"
+            f"{plain_class(model).__name__} returned one score per example, for which cross-entropy is always 0; for a "
+            "regression pass loss_fn, or make batches dicts, for a model that returns its own loss"
         )
     classification = isinstance(scores, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point()
     classification = classification and (scores.dim(), labels.dim()) == (2, 1) and scores.shape[1] >= 2
-    if classification and scores.dtype != (wide := at_least_float32(scores.dtype)):
-        scores, rough = scores.to(wide), None if loss is None else float(loss.detach())
+    if classification and (scores.element_size() < 4 or not scores.is_floating_point()):
+        rough, scores = None if loss is None else float(loss.detach()), scores.to(at_least_float32(scores.dtype))
         with _explaining(model):
             exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if not by_name:
-        with naming(f"the labels do not fit the scores of {name}"), _explaining(model):
-            loss = F.cross_entropy(scores, labels)
+        try:
+            with _explaining(model):
+                loss = F.cross_entropy(scores, labels)
+        except Exception:
+            with naming(f"the labels do not fit the scores of {plain_class(model).__name__}"):
+                raise
     if not classification:
         return Outcome(loss)
     counted = labels != IGNORED
@@ -91,11 +99,9 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
 
 def scores_of(output: Any) -> Any:
     """Return the scores in a model's output: the output itself, or its ``logits``; None where there are none."""
-    return output if isinstance(output, Tensor) else _look_up(output, "logits")
-
-
-def _look_up(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if isinstance(output, Tensor):
+        return output
+    return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
 
 
 @contextmanager
@@ -195,8 +201,7 @@ class Objective:
         examples. Every piece (or only the first, at the cost of its own pass) is compared with two halves of it, split
         by class where classes are known; where pieces are single examples, neighbours are taken together.
         """
-        if self.micro_batch is None:
-            return
+        assert self.micro_batch is not None
         count, step = count_examples(batch), max(2, self.micro_batch)
         starts = range(0, count - 1, step if self.micro_batch > 1 else 1)
         for start in starts if all_of_them else starts[:1]:

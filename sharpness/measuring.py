@@ -22,7 +22,7 @@ from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import naming, plain_class, plain_names, weights_of
 
 from .building import trainable
-from .distributed import is_sharded_model, world_of
+from .distributed import world_of
 from .losses import SMALL, Objective, check_batches, computed_in, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .space import Unreached, WeightSpace
@@ -39,27 +39,29 @@ _REWRITTEN, _ROUNDED = 1e4, 4
 @contextmanager
 def attached_space(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
-    symmetries: Symmetries | None = None,
+    symmetries: Symmetries | None = None, *, sharded: bool,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
     """Attach the space of a model, which the first batch helps to find, and number the batches."""
     check_batches(batches)
-    sharded = is_sharded_model(model)
-    make = partial(_space_of_shards() if sharded else WeightSpace, model)
     with torch.inference_mode(False), torch.enable_grad():
         stream = world_of(model).alike(batches) if sharded else iter(batches)
         first = next(stream, stream)  # an end is told by what no batch can be
         if first is stream:
             raise ValueError("batches is empty; pass at least one batch")
-        first = to_device(first, next(iter(trainable(model, whole=False).values())).device)
-        remarks: list[str] = []
-        loss, symmetries = _check_first(model, objective, first, measure, symmetries, remarks)
+        moving, remarks, divides = trainable(model, whole=not sharded), list[str](), measure.divides
+        make = partial(_space_of_shards(), model) if sharded else partial(WeightSpace, model, moving=moving)
+        first = to_device(first, next(iter(moving.values())).device)
+        may_examine = divides and symmetries is None and not sharded
+        loss, symmetries = _check_first(
+            model, objective, first, symmetries, remarks, divides=divides, may_examine=may_examine
+        )
         if measure.form == "own":
             space = make(measure, symmetries)
         else:
             make = partial(make, symmetries=symmetries)
             space = _at_canonical_form(make, measure, objective, first, loss, remarks)
         space.remarks = remarks
-        if symmetries is None and not measure.divides and not is_sharded_model(model):
+        if symmetries is None and not divides and not sharded:
             space.examine = partial(_heads_of, model, objective, to_float32(first) if space.in_float32 else first)
         with space.attached():
             yield space, enumerate(itertools.chain([first], stream))
@@ -73,8 +75,8 @@ def _space_of_shards() -> type[WeightSpace]:
 
 
 def _check_first(
-    model: nn.Module, objective: Objective, batch: Any, measure: Measure, symmetries: Symmetries | None,
-    remarks: list[str],
+    model: nn.Module, objective: Objective, batch: Any, symmetries: Symmetries | None, remarks: list[str], *,
+    divides: bool, may_examine: bool,
 ) -> tuple[float, Symmetries | None]:  # fmt: skip
     """Check that the loss is finite, and examine layers of unknown classes unless symmetries are given.
 
@@ -84,11 +86,10 @@ def _check_first(
     if symmetries is not None and not isinstance(symmetries, Symmetries):
         raise TypeError(f"symmetries must be as find(model) returns them, got {type(symmetries).__name__}")
     run, given = partial(objective.value, model, batch), symmetries is not None
-    may_examine = measure.divides and not given and not is_sharded_model(model)
     if may_examine and candidates(model):
         symmetries = _examined(model, objective, batch, remarks)
     try:
-        loss: float = check_coverage(model, run, symmetries) if measure.divides else run()
+        loss: float = check_coverage(model, run, symmetries) if divides else run()
     except UnknownAttentionError as error:
         if given:
             _warn(f"outside of the pairs that were given, {error}", remarks)
@@ -160,9 +161,9 @@ def _at_canonical_form(
         with space.attached():
             run = partial(objective.value, model, batch)
             moved, rounding = run(), rounding_error(model)
-            if _unlike(space, moved, loss, rounding):
-                rounding = max(rounding, computed_in(run))
-        if not _unlike(space, moved, loss, rounding):
+            alike = _alike(space, moved, loss, rounding)
+            alike = alike or _alike(space, moved, loss, max(rounding, computed_in(run)))
+        if alike:
             break
     else:
         raise ValueError(
@@ -201,11 +202,11 @@ def _halting(symmetries: Symmetries, moving: Collection[str]) -> set[str]:
     return {name for half in halves if (half - adapters) & set(moving) for name in half if name not in moving}
 
 
-def _unlike(space: WeightSpace, moved: float, loss: float, rounding: float) -> bool:
-    """Whether the loss at the canonical form is another one on any process."""
+def _alike(space: WeightSpace, moved: float, loss: float, rounding: float) -> bool:
+    """Whether the loss at the canonical form is the same on all processes."""
     single, own = torch.finfo(torch.float32).eps, torch.finfo(space.dtype).eps
     tolerance = max(_REWRITTEN * max(own, min(rounding, single)), _ROUNDED * rounding)
-    return not space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 10 * SMALL))
+    return space.agree(abs(moved - loss) <= tolerance * max(abs(loss), 10 * SMALL))
 
 
 def _warn(text: str, remarks: list[str]) -> None:

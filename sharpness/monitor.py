@@ -21,10 +21,9 @@ from .critical import critical_sharpness
 from .errors import words_of
 from .evaluation import LOCAL, statistic_of
 from .losses import LossFunction, Objective, as_list
-from .measures import MEASURES, Measure, checked_radii, get_measure
-from .search import Search
-from .statistic import Curvature, Statistic
-from .worst import Worst
+from .measures import MEASURES, Measure, Search, checked_radii, get_measure
+from .other_statistics import Curvature
+from .statistic import Statistic, Worst
 
 #: What is measured along the last step of the optimiser.
 ALONG = ("critical", "critical-relative")

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .search import counted
+from .measures import counted
 
 if TYPE_CHECKING:
     import torch

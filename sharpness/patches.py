@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from quotient_manifolds.gauge import Gauge, canonical_gauge
+from quotient_manifolds.gauge import Gauge, gauge_of
 from quotient_manifolds.linalg import at_least_float32, in_double, standard_normal
 from quotient_manifolds.metrics import METRICS
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
@@ -46,7 +46,7 @@ class Patch(Protocol):
     dim : int
         Number of coordinates.
     pairs : sequence of SymmetricPair
-        The pairs that it consists of; none for weights of other kinds.
+        The pairs that it consists of, whose coordinates follow each other; none for weights of other kinds.
     quadratic : bool
         Whether the retraction is a quadratic function of the coordinates.
     """
@@ -71,10 +71,6 @@ class Patch(Protocol):
         """Draw a standard Gaussian horizontal vector, the same on all devices and at all representatives."""
         ...
 
-    def squares(self, c: Tensor) -> list[float]:
-        """Return the squared length of every pair's part."""
-        ...
-
     def retract_(self, out: Tensors, c: Tensor | None) -> None:
         """Write the weights R(c); for None the weights at which the patch is."""
 
@@ -94,10 +90,6 @@ class SinglePatch:
 
     names: tuple[str, ...]
     pairs: tuple[SymmetricPair, ...] = ()
-
-    def squares(self, c: Tensor) -> list[float]:
-        """Return nothing: there are no pairs."""
-        return []
 
     def steepest(self: Any, gradient: Tensors, room: Tensors) -> tuple[Tensor, Tensor]:
         """Return the gradient's coordinates and its square."""
@@ -193,12 +185,13 @@ class PairPatch:
     ) -> None:
         assert measure.pair_metric is not None
         self.stack, self.measure, self.names, self.pairs = stack, measure, stack.names, tuple(stack.pairs)
+        #: What gradients that are absent, and zero, are like.
         self._like = weights[stack.names[0]].detach().flatten()[:0]
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(self._like.dtype)).eps ** 0.5
         with torch.no_grad():
             x = stack.gather(weights)
-            gauge = canonical_gauge(*in_double(x).split([stack.n, stack.m], dim=-2))
+            gauge = gauge_of(*in_double(x).split([stack.n, stack.m], dim=-2))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
             rounded = gauge if at_model else gauge.to(dtype, x.device)
             self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
@@ -223,10 +216,6 @@ class PairPatch:
         x = self.tangent.x
         return torch.view_as_complex(c.view(*x.shape, 2)) if x.is_complex() else c.view(x.shape)
 
-    def gather(self, gradient: Tensors) -> Tensor:
-        """Stack gradients; those that are absent are zero."""
-        return self.stack.gather(gradient, self._like)
-
     def _vector(self, c: Tensor) -> Tensor:
         return self.tangent.from_coordinates(self._view(c).to(self.tangent.x.dtype))
 
@@ -247,10 +236,6 @@ class PairPatch:
         # It is horizontal up to rounding, which weak directions amplify: project once more.
         c = self.tangent.coordinates(self.tangent.random(generator))
         return real_view(self.tangent.project_coordinates(c)).flatten()
-
-    def squares(self, c: Tensor) -> list[float]:
-        """Return the squared length of every pair's part."""
-        return list(c.view(len(self.stack), -1).square().sum(1).tolist())
 
     def retract(self, u: Tensor) -> Tensor:
         """Follow the tangent vector u, differentiably, by the geodesic that the measure names."""
@@ -281,7 +266,7 @@ class PairPatch:
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Pull back through the retraction, by its closed form or by autograd, and project."""
-        egrad = self.gather(gradient).to(self.tangent.x.dtype)
+        egrad = self.stack.gather(gradient, self._like).to(self.tangent.x.dtype)
         if at is not None and self._fused:
             self.tangent.pullback_coordinates(self._view(at), egrad, out=self._view(out))
             return
@@ -297,13 +282,13 @@ class PairPatch:
         found = copy.copy(self)
         x, gauge = self.stack.gather(weights), self.tangent.gauge
         if not near or not bool(self.tangent.present.all()):
-            gauge = canonical_gauge(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype, x.device)
+            gauge = gauge_of(*in_double(x).split([self.stack.n, self.stack.m], dim=-2)).to(x.dtype, x.device)
         found.tangent = GLTangentSpace(self.tangent.metric, gauge, x, tolerance=self._tolerance, moved=True)
         return found
 
     def steepest(self, gradient: Tensors, room: Tensors) -> tuple[Tensor, Tensor]:
         """Return the Riemannian gradient and its square."""
-        u = self.tangent.egrad2rgrad(self.gather(gradient))
+        u = self.tangent.egrad2rgrad(self.stack.gather(gradient, self._like))
         return u, self.tangent.inner(u).sum()
 
     def follow_(self, out: Tensors, u: Tensor) -> None:
@@ -311,9 +296,7 @@ class PairPatch:
         self.stack.scatter_(self.retract(u), out)
 
     def num_exited_pairs(self, c: Tensor) -> int:
-        """Count the pairs whose exact geodesic along c was shortened so that it stays on the manifold."""
-        if self.measure.geodesic != "exact":
-            return 0
+        """Count the pairs whose exact geodesic along c is shortened."""
         return int(self.tangent.exit_time(self._vector(c)).isfinite().sum())
 
 

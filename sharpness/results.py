@@ -14,8 +14,7 @@ from quotient_manifolds.symmetries import Symmetries
 from .direction import PARTS, Direction, LayerShare, LayerShares
 from .errors import aligned
 from .measures import Measure
-from .statistic import BatchResult, Statistic
-from .worst import WorstResult
+from .statistic import BatchResult, Statistic, WorstResult
 
 #: Largest ρ/σ_h at which the ball of the mix metric stays on the manifold.
 LEAVES = 2**-0.5

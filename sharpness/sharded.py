@@ -16,11 +16,11 @@ from quotient_manifolds.symmetries.actions import State
 from quotient_manifolds.weights import is_sharded, reshard, trained, weights_of
 
 from .building import build_patches, stacks_of
-from .distributed import twin_of, world_of
+from .distributed import World, twin_of, world_of
 from .lengths import vector_lengths
 from .measures import Measure
 from .patches import PairPatch, Patch
-from .space import WeightSpace
+from .space import Unreached, WeightSpace
 
 
 class Shards:
@@ -184,6 +184,8 @@ class ShardedSpace(WeightSpace):
         As for :class:`WeightSpace`.
     """
 
+    world: World
+
     def __init__(
         self, model: nn.Module, measure: Measure, symmetries: Symmetries | None = None, *, classes: bool = False
     ) -> None:
@@ -219,6 +221,33 @@ class ShardedSpace(WeightSpace):
         """Draw a standard Gaussian horizontal vector, of which each process draws its own part."""
         seed = int(torch.randint(2**62, (), generator=generator)) + self.world.rank
         return super().random(torch.Generator().manual_seed(seed))
+
+    # -- of all processes ------------------------------------------------------------------------------------------
+
+    def spectrum(self) -> tuple[float | None, int]:
+        """Return what :meth:`WeightSpace.spectrum` does, of the pairs of all processes."""
+        smallest, absent = zip(*self.world.gather([super().spectrum()]), strict=True)
+        return min((value for value in smallest if value is not None), default=None), sum(absent)
+
+    def num_exited_pairs(self, xi: Tensor) -> int:
+        """Count the pairs of all processes whose exact geodesic along xi is shortened."""
+        return sum(self.world.gather([super().num_exited_pairs(xi)]))
+
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds on every process."""
+        return self.world.all(holds)
+
+    def see(self, gradient: Mapping[str, Tensor]) -> None:
+        """Take note of a gradient, with the residuals of the pairs of all processes."""
+        super().see(gradient)
+        number = {pair: i for i, pair in enumerate(self.pairs)}
+        residuals = self.world.gather([(number[pair], residual) for pair, residual in self.residuals.items()])
+        self.residuals = {self.pairs[i]: residual for i, residual in residuals}
+
+    def missing(self) -> Unreached:
+        """Name the pairs of all processes, and the weights that no gradient has reached on any."""
+        pairs, *weights = zip(*self.world.gather([super().missing()]), strict=True)
+        return Unreached(set.union(*pairs), *(set.intersection(*names) for names in weights))
 
     # -- the model -----------------------------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -13,20 +14,21 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32, differentiated
 from quotient_manifolds.passes import operations
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries
+from quotient_manifolds.symmetries import SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
-from quotient_manifolds.weights import is_narrow, pointing_to, weights_of
+from quotient_manifolds.weights import is_narrow, is_point, pointing_to, weights_of
 
-from .ascent import norm
+from .ascent import gram_matrix
 from .building import build_patches, divides, known, stacks_of, trainable
 from .direction import Direction, NetworkParts
-from .distributed import World
 from .measures import Measure
 from .patches import PairPatch, Patch, in_memory_of
 from .points import check_points
 
 if TYPE_CHECKING:
     from quotient_manifolds.symmetries import CanonicalForm
+
+    from .distributed import World
 
 #: Residuals up to this are rounding of gradients that were computed in float32 or wider, of which they show up to 3e-6.
 _IN_FLOAT32 = 1e-4
@@ -47,45 +49,6 @@ class Unreached(NamedTuple):
         return Unreached(*(one & another for one, another in zip(self, other, strict=True)))
 
 
-class Evidence:
-    """What the gradients at the base point have said, over all batches: whether pairs are symmetric, what they reach.
-
-    Attributes
-    ----------
-    residuals : dict of SymmetricPair to float
-        By how much the last gradient violated the symmetry of those pairs that it reached first.
-    """
-
-    def __init__(self, space: WeightSpace, stacks: Sequence[PairStack]) -> None:
-        self._space, self._certification = space, Certification(stacks)
-        self._unreached, self._flat = set(space.parameters), set(space.parameters)
-        self.residuals: dict[SymmetricPair, float] = {}
-
-    @property
-    def tolerance(self) -> float:
-        """Residuals up to this count as rounding."""
-        rough = self._space.rough or torch.is_autocast_enabled(self._space.device.type)
-        return HALF_PRECISION / 3 if rough else _IN_FLOAT32
-
-    def see(self, gradient: Mapping[str, Tensor]) -> None:
-        """Take note of a gradient with respect to the weights, at the base point."""
-        space = self._space
-        number = {pair: i for i, pair in enumerate(space.pairs)}
-        said = self._certification.see(space.weights, gradient, tolerance=self.tolerance).residuals
-        residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
-        self.residuals = {space.pairs[i]: residual for i, residual in residuals}
-        slopes = {name: gradient.get(name) for name in self._flat}
-        self._flat = {name for name, g in slopes.items() if g is None or not bool(g.any())}
-        self._unreached &= {name for name, g in slopes.items() if g is None}
-
-    def missing(self) -> Unreached:
-        """Name what is unreached: the pairs of all processes, and the weights on any process."""
-        gather = self._space.world.gather
-        uncertified = set(gather(sorted(p.name for p in self._certification.open)))
-        unreached, flat = (set.intersection(*gather([names])) for names in (self._unreached, self._flat))
-        return Unreached(uncertified, unreached, flat)
-
-
 class WeightSpace:
     """The space of a model's trainable weights under a measure, and the model's current point in it.
 
@@ -101,6 +64,8 @@ class WeightSpace:
         By default those of heads and adapters that ``quotient_manifolds.symmetries.find`` finds.
     classes : bool
         For measures at the canonical form: the loss uses the logits only through a softmax.
+    moving : mapping of str to Tensor, optional
+        The trainable weights by name, where they have been checked.
 
     Attributes
     ----------
@@ -119,8 +84,12 @@ class WeightSpace:
         Those that are divided out.
     pairs : tuple of SymmetricPair
         Those that are divided out.
-    world : World
-        The processes over which vectors are spread: by default this one alone.
+    world : World or None
+        The processes over which vectors are spread; None: this one alone has all of them.
+    residuals : dict of SymmetricPair to float
+        By how much the last gradient at the base point violated the symmetry of those pairs that it reached first.
+    tolerance : float
+        Residuals up to this count as rounding.
 
     Raises
     ------
@@ -152,30 +121,34 @@ class WeightSpace:
     """
 
     def __init__(
-        self, model: nn.Module, measure: Measure, symmetries: Symmetries | None = None, *, classes: bool = False
-    ) -> None:
+        self, model: nn.Module, measure: Measure, symmetries: Symmetries | None = None, *, classes: bool = False,
+        moving: Mapping[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.given = model, measure, symmetries
-        self.world = World()
+        self.world: World | None = None
         self._home = model  # whose parameters move: a sharded model has a twin for that
-        self.parameters: dict[str, Tensor] = dict(trainable(model))
+        self.parameters: dict[str, Tensor] = dict(trainable(model) if moving is None else moving)
         #: All weights of the model whose parameters move.
         self.weights: Mapping[str, Tensor] = weights_of(model)
-        check_points(measure, self.parameters)
-        moving = list(self.parameters.values())
-        self.device = moving[0].device
-        self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in moving), torch.float32)
+        parameters = list(self.parameters.values())
+        if not measure.takes_points and any(map(is_point, parameters)):
+            check_points(measure, self.parameters)
+        self.device = parameters[0].device
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
         #: Whether the whole half-precision model is in float32 while attached.
-        self.in_float32 = any(map(is_narrow, moving))
-        #: Whether weights are narrower than float32 even then.
-        self.rough = any(
+        self.in_float32 = any(map(is_narrow, parameters))
+        rough = any(  # weights are narrower than float32 even then
             p.dtype != at_least_float32(p.dtype) and not (self.in_float32 and p.is_floating_point())
             for p in model.parameters()
         )
+        self.tolerance = HALF_PRECISION / 3 if rough or torch.is_autocast_enabled(self.device.type) else _IN_FLOAT32
         self.form: CanonicalForm | None = None
         self._known = known(model, measure, symmetries, classes=classes)
         self.symmetries = self._known.restricted(self.parameters).of_full_rank()
+        #: The symmetries that are divided out.
+        self.divided = replace(self.symmetries, pairs=tuple(p for p in self.symmetries.pairs if divides(measure, p)))
         single, self._pair_patches = self._build()
         self._in_order = [*single, *self._pair_patches]
         self._base: dict[str, Tensor] = {} if self.form is None else self.form.values
@@ -186,11 +159,14 @@ class WeightSpace:
         last = {name: p for p in self._in_order for name in p.names}
         self._last_used = [[name for name in p.names if last[name] is p] for p in self._in_order]
         self.pairs: tuple[SymmetricPair, ...] = tuple(pair for p in self._pair_patches for pair in p.pairs)
-        self.evidence = Evidence(self, [p.stack for p in self._pair_patches])
+        self.residuals: dict[SymmetricPair, float] = {}
+        self._certification = Certification([p.stack for p in self._pair_patches])
+        self._unreached, self._flat = set(self.parameters), set(self.parameters)
         self.copies: dict[str, Tensor] = {}
         self._at: Tensor | None = None
         self._moved = True
         self.remarks: list[str] = []
+        self._parts: NetworkParts | None = None
         #: What examines attention of unknown classes, for the parts of directions of a measure that divides nothing.
         self.examine: Callable[[], Iterable[SymmetricPair]] = tuple
 
@@ -202,7 +178,7 @@ class WeightSpace:
 
             self.form = canonical_form(self.weights, symmetries)
             symmetries, constant = self.form.symmetries, self.form.constant
-        with pointing_to(self.model, {} if self.form is None else self.form.values):
+        with nullcontext() if self.form is None else pointing_to(self.model, self.form.values):
             found = stacks_of(self.measure, symmetries, self.weights)
             lengths = dict[str, Tensor]()
             if self.measure.elementwise == "vector":
@@ -233,7 +209,7 @@ class WeightSpace:
 
     def norm(self, v: Tensor) -> float:
         """Measure the length of a vector, (dim,)."""
-        return norm(v, self.world)
+        return math.sqrt(gram_matrix(v, world=self.world)[0, 0])
 
     @torch.no_grad()
     def project(self, v: Tensor) -> Tensor:
@@ -250,36 +226,44 @@ class WeightSpace:
         for patch, c in self.each(xi):
             patch.vector_(out, c, at_model=True)
         tensors = {name: out[name].cpu() for name in self.parameters}
-        squares = self._parts.squares(self.each(xi))
-        return Direction(self.measure, tensors, self.norm(xi), squares, self.divided)
-
-    @functools.cached_property
-    def divided(self) -> Symmetries:
-        """The symmetries that are divided out."""
-        pairs = tuple(p for p in self.symmetries.pairs if divides(self.measure, p))
-        return replace(self.symmetries, pairs=pairs)
-
-    @functools.cached_property
-    def _parts(self) -> NetworkParts:
-        if self.measure.divides and self.given is None:
+        if self._parts is None:
             pairs = [p for p in self._known.pairs if p.part != "neurons"]
-        else:  # labels, which such a measure does not need otherwise
-            from quotient_manifolds.symmetries import find
+            if self.given is not None or not self.measure.divides:  # labels, which it does not need otherwise
+                from quotient_manifolds.symmetries import find
 
-            pairs = [*find(self.model).pairs, *(self.examine() if self.given is None else self.given.pairs)]
-        return NetworkParts(self.model, self.parameters, pairs)
+                pairs = [*find(self.model).pairs, *(self.examine() if self.given is None else self.given.pairs)]
+            self._parts = NetworkParts(self.model, self.parameters, pairs)
+        return Direction(self.measure, tensors, self.norm(xi), self._parts.squares(self.each(xi)), self.divided)
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
         values = [float(p.sigma[p.present].min()) for p in self._pair_patches if bool(p.present.any())]
-        absent = sum(self.world.gather([int((~p.present).sum()) for p in self._pair_patches]))
-        return min(self.world.gather(values), default=None), absent
+        return min(values, default=None), sum(int((~p.present).sum()) for p in self._pair_patches)
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
-        """Count the pairs whose exact geodesic along xi is shortened."""
-        parts = dict(self.each(xi))
-        return sum(self.world.gather([p.num_exited_pairs(parts[p]) for p in self._pair_patches]))
+        """Count the pairs whose exact geodesic along xi is shortened so that it stays on the manifold."""
+        if self.measure.geodesic != "exact":
+            return 0
+        return sum(p.num_exited_pairs(c) for p, c in self.each(xi) if isinstance(p, PairPatch))
+
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds on every process that has a part of the model."""
+        return holds
+
+    # -- what gradients at the base point say, over all batches ----------------------------------------------------
+
+    def see(self, gradient: Mapping[str, Tensor]) -> None:
+        """Take note of a gradient with respect to the weights, at the base point."""
+        self.residuals = self._certification.see(self.weights, gradient, tolerance=self.tolerance).residuals
+        self._unreached.difference_update(gradient)
+        self._flat = {name for name in self._flat if name not in gradient or not bool(gradient[name].any())}
+
+    def missing(self) -> Unreached:
+        """Name what no gradient has reached."""
+        return Unreached({p.name for p in self._certification.open}, set(self._unreached), set(self._flat))
+
+    # -- the model's point -----------------------------------------------------------------------------------------
 
     def _copies(self) -> dict[str, Tensor]:
         """Copy the moving weights at the base point: entries that belong to no patch keep these values."""
@@ -299,7 +283,7 @@ class WeightSpace:
         """
         copies = self._copies()
         with pointing_to(self._home, {**self._base, **copies}):
-            self.copies = copies
+            self.copies, self._moved = copies, True
             try:
                 self.move_to(None)
                 yield self
@@ -310,18 +294,16 @@ class WeightSpace:
     def move_to(self, xi: Tensor | None) -> None:
         """Move the model, which must be attached, to the retraction of a tangent vector; None is the base point.
 
-        Its coordinates, (dim,), horizontal, must not change before the gradient there is taken.
+        Its coordinates, (dim,), horizontal, must not change before the gradient there is taken. A model that is at the
+        base point stays there.
         """
+        if xi is None and not self._moved:
+            return
         self._at, self._moved = xi, True
         with torch.autocast(self.device.type, enabled=False):
             for patch, c in self.each(xi):
                 patch.retract_(self.copies, c)
         self._moved = xi is not None
-
-    def return_to_base(self) -> None:
-        """Move the model, which must be attached, to the base point, unless it is there."""
-        if self._moved:
-            self.move_to(None)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""

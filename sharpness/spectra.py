@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import as_count
 from quotient_manifolds.passes import tensors
 from quotient_manifolds.symmetries import Symmetries
-from quotient_manifolds.weights import plain_class, preserve_model_state
+from quotient_manifolds.weights import check_whole, plain_class, preserve_model_state
 
 from .batch_loss import BatchLoss
 from .criteria import Scores, criterion_of
 from .curvature import HessianOperator, plain_attention
-from .distributed import is_sharded_model
 from .errors import check_flags, naming
 from .evaluation import progress_bar
 from .lanczos import Products, largest, spectral_density
@@ -157,14 +156,14 @@ def spectrum(
         raise ValueError(f"matrix must be one of {', '.join(MATRICES)}, got {matrix!r}")
     k, seed = as_count("k", k), as_count("seed", seed, least=0, most=2**63)
     check_flags(density=density, progress=progress)
-    if is_sharded_model(model):
+    if check_whole(model, or_rows=True):
         raise ValueError("the spectrum of a sharded model is not computed: load the model whole")
     state = preserve_model_state(model)
     with (
         state,
         state,  # twice: the second exit repeats a restoration that an interrupt cut short
         progress_bar(None, MATRICES[matrix], "product", progress=progress) as bar,
-        attached_space(model, batches, measure, objective, symmetries) as (space, numbered),
+        attached_space(model, batches, measure, objective, symmetries, sharded=False) as (space, numbered),
         plain_attention(),
     ):
         loss, pieces = _examined(space, objective, numbered)
@@ -172,7 +171,7 @@ def spectrum(
         products = Products(space, product, bar)
         values = largest(products, k, seed)
         points = spectral_density(products, seed) if density else None
-        unreached = space.evidence.missing()
+        unreached = space.missing()
     return Spectrum(
         matrix, measure, plain_class(model).__name__, values, points, loss, products.number, len(unreached.pairs),
         remarks_on(space, unreached),

@@ -1,22 +1,27 @@
-"""Statistics of a loss in balls around the weights, or at the weights themselves, and what each finds on a batch."""
+"""What is measured on every batch, in balls around the weights or at the weights themselves; first the largest loss.
+
+:mod:`sharpness.other_statistics` has the mean loss, the gradient norm, and the Hessian.
+"""
 
 from __future__ import annotations
 
-import math
-import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quotient_manifolds.linalg import as_count
-
-from .batch_loss import BatchLoss
+from .ascent import ASCENTS, Ascent
+from .batch_loss import BatchLoss, RadiusError
 from .errors import blocks
+from .measures import Search
+from .space import WeightSpace
 
-__all__ = ["Average", "AverageResult", "Curvature", "CurvatureResult", "GradientNorm", "Statistic"]
+__all__ = ["BatchResult", "Statistic", "Worst", "WorstResult"]
+
+#: Number of times that the radius is halved to look for a larger loss inside the ball.
+_HALVINGS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,38 +75,6 @@ class BatchResult:
         return replace(self, rho=rho)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AverageResult(BatchResult):
-    """The mean loss of a batch over random directions.
-
-    Attributes
-    ----------
-    history : tuple of float
-        Loss in every direction.
-    std_error : float or None
-        Standard error of the mean; None of a single direction.
-    """
-
-    history: tuple[float, ...]
-    std_error: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CurvatureResult(BatchResult):
-    """The largest eigenvalue of the Hessian of a batch.
-
-    Attributes
-    ----------
-    trace : float
-        An estimate of the Hessian's trace.
-    std_error : float or None
-        Standard error of the trace; None from a single random vector.
-    """
-
-    trace: float
-    std_error: float | None
-
-
 class Statistic(Protocol):
     """What is measured on every batch.
 
@@ -137,124 +110,166 @@ class Statistic(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class GradientNorm:
-    """The length of the loss's gradient.
-
-    Examples
-    --------
-    >>> GradientNorm().local, GradientNorm().title
-    (True, 'gradient norm')
-    """
-
-    name: ClassVar[str] = "gradient norm"
-    title: ClassVar[str] = "gradient norm"
-    local: ClassVar[bool] = True
-    nested: ClassVar[bool] = False
-    starts: ClassVar[int] = 1
-    work: ClassVar[int] = 1
-
-    def measure(
-        self, loss: BatchLoss, rho: float, start: int, bar: Any, *, last: bool
-    ) -> tuple[BatchResult, Tensor | None]:
-        """Return the length."""
-        bar.update()
-        return BatchResult(**known_of(loss, rho), value=loss.slope, worst_loss=loss.base), None
+# -- the largest loss --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Curvature:
-    """The largest eigenvalue of the Riemannian Hessian, and its trace.
+@dataclass(frozen=True, kw_only=True)
+class WorstResult(BatchResult):
+    """The largest loss of a batch in a ball.
 
     Attributes
     ----------
-    num_matvecs : int
-        Products for the trace, rounded down to a multiple of 3.
-    seed : int
-        Seed of the random vectors.
-
-    Examples
-    --------
-    >>> Curvature(num_matvecs=9)
-    Curvature(num_matvecs=9, seed=0)
+    history : tuple of float
+        Loss at every iterate of the best ascent.
+    distance : float
+        Distance of the worst point from the weights, in the ball's norm: ρ, or less where the loss is larger inside the
+        ball.
+    random_start : bool
+        The gradient at the weights was zero to within rounding, so the ascent began in a random direction.
+    fw_gap : float or None
+        Frank–Wolfe gap: the first-order estimate of what a further step from the worst point can gain, see
+        :class:`sharpness.ascent.Ascent`. None if it is not known, as for a worst point found in a smaller ball.
+    converged : bool or None
+        Whether the gap is known to be below the tolerance; None without a tolerance.
+    num_exited_pairs : int
+        Number of pairs whose exact mix geodesic to the worst point would have left the manifold and was shortened.
     """
 
-    num_matvecs: int = 20
-    seed: int = 0
+    history: tuple[float, ...]
+    distance: float
+    random_start: bool
+    fw_gap: float | None
+    converged: bool | None
+    num_exited_pairs: int
 
-    name: ClassVar[str] = "Hessian"
-    title: ClassVar[str] = "largest eigenvalue"
-    local: ClassVar[bool] = True
-    nested: ClassVar[bool] = False
-    starts: ClassVar[int] = 1
-    work: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_matvecs", as_count("num_matvecs", self.num_matvecs))
-        object.__setattr__(self, "seed", _seed(self.seed))
-
-    def measure(
-        self, loss: BatchLoss, rho: float, start: int, bar: Any, *, last: bool
-    ) -> tuple[BatchResult, Tensor | None]:
-        """Find both by products with the Hessian."""
-        from .curvature import HessianOperator
-
-        operator = HessianOperator(loss.space, loss.losses)
-        value = operator.largest_eigenvalue(seed=self.seed)
-        trace, error = operator.trace(self.num_matvecs, seed=self.seed)
-        bar.update()
-        known = known_of(loss, rho)
-        return CurvatureResult(**known, value=value, worst_loss=loss.base, trace=trace, std_error=error), None
+    def inside(self, rho: float) -> WorstResult:
+        """Return what it says of a larger ball: how far the search got in its own says nothing of that."""
+        return replace(self, rho=rho, fw_gap=None, converged=None if self.converged is None else False)
 
 
 @dataclass(frozen=True)
-class Average:
-    """The mean loss over Gaussian directions, whose coordinates have the standard deviation ρ.
+class Worst:
+    """The largest loss in the ball.
 
     Attributes
     ----------
-    num_samples : int
-        Number of directions, at one forward pass each.
-    seed : int
-        Seed of the directions, which depend only on (seed, batch, number of the direction).
+    search : Search
+        How it is looked for.
 
     Examples
     --------
-    >>> Average(num_samples=5).work
-    5
+    >>> Worst(Search(steps=10, restarts=2)).work
+    30
     """
 
-    num_samples: int = 20
-    seed: int = 0
+    search: Search = field(default_factory=Search)
 
-    name: ClassVar[str] = "average"
-    title: ClassVar[str] = "average sharpness"
+    name: ClassVar[str] = "worst"
+    title: ClassVar[str] = "sharpness"
     local: ClassVar[bool] = False
-    nested: ClassVar[bool] = False
-    starts: ClassVar[int] = 1
+    nested: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_samples", as_count("num_samples", self.num_samples))
-        object.__setattr__(self, "seed", _seed(self.seed))
+    @property
+    def starts(self) -> int:
+        """Number of ascents."""
+        return self.search.restarts + 1
 
     @property
     def work(self) -> int:
-        """Number of directions."""
-        return self.num_samples
+        """Number of steps of all ascents."""
+        return self.search.steps * self.starts
 
     def measure(
         self, loss: BatchLoss, rho: float, start: int, bar: Any, *, last: bool
     ) -> tuple[BatchResult, Tensor | None]:
-        """Average the loss."""
-        losses = list[float]()
-        loss.forget_errors()
-        for sample in range(self.num_samples):
-            losses.append(loss(random_direction(loss, self.seed, sample).mul_(rho)))
-            show(bar, rho, losses)
-        value = statistics.fmean(losses) - loss.base
-        error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
-        known = {**known_of(loss, rho), "worst_loss": max(losses), "history": tuple(losses)}
-        return AverageResult(**known, value=value, std_error=error), None
+        """Look for the largest loss, from the gradient at the weights or from a random direction."""
+        space, info = loss.space, torch.finfo(loss.space.dtype)
+        if rho > 0.1 * info.max:
+            raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
+        flat = rho * loss.slope <= 10 * info.eps * abs(loss.base)
+        at_weights = start == 0 and not flat
+        climb = _Climb(loss, self.search, rho, bar, [loss.base_gradient] if at_weights else [])
+        if last:
+            del loss.base_gradient
+        if at_weights:
+            point = torch.zeros(space.dim, dtype=space.dtype, device=space.device)
+        else:
+            point = _onto(space, random_direction(loss, self.search.seed, start), rho)
+        best = climb.in_ball(point)
+        point, value, gap, converged = best.point, best.value, best.fw_gap, best.converged
+        if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
+            point, value, gap = point.zero_(), loss.base, rho * loss.slope
+            converged = flat if self.search.relative_tol else None
+        result = WorstResult(
+            **known_of(loss, rho), value=value - loss.base, worst_loss=value, history=best.history, fw_gap=gap,
+            converged=converged, random_start=flat, distance=space.norm(point),
+            num_exited_pairs=space.num_exited_pairs(point),
+        )  # fmt: skip
+        return result, point
+
+
+@dataclass(eq=False)
+class _Climb:
+    """The ascents of the loss of a batch in a ball from one start."""
+
+    loss: BatchLoss
+    search: Search
+    rho: float
+    bar: Any
+    known: list[Tensor]  # the gradient at the start, if it is; it is as large as the model
+    values: list[float] = field(default_factory=list)
+
+    def in_ball(self, point: Tensor) -> Ascent:
+        """Look on the sphere, and inside if the loss rises nowhere on it, or falls outwards at the best point.
+
+        The search goes on on spheres of half the radius each time, since a bounded loss may oscillate, and by Auto-PGD
+        in the whole ball from the best point of these.
+        """
+        space, base, search = self.loss.space, self.loss.base, self.search
+        best, halving = self._ascend(search.ascent, point, self.rho), 0
+        del point
+        while best.value <= base or (best.slope is not None and best.slope < 0):
+            if space.norm(best.point) == 0 or halving == _HALVINGS:
+                break
+            halving += 1
+            radius = self.rho / 2**halving
+            found = self._further(search.ascent, _onto(space, best.point.clone(), radius), radius)
+            if found.value <= best.value and best.value > base:
+                break
+            best = found if found.value > best.value else best
+        return self._further("apgd", best.point.clone(), self.rho) if halving else best
+
+    def _further(self, ascent: str, point: Tensor, radius: float) -> Ascent:
+        """Climb again, which no progress bar had foreseen."""
+        self.bar.total = self.bar.total and self.bar.total + self.search.steps
+        return self._ascend(ascent, point, radius)
+
+    def _ascend(self, ascent: str, point: Tensor, radius: float) -> Ascent:
+        search, base, world = self.search, self.loss.base, self.loss.space.world
+        self.values.clear()
+        found = ASCENTS[ascent](
+            self._value, point, radius, search.steps, relative_tol=search.relative_tol, base=base, world=world
+        )
+        self.bar.update(search.steps + 1 - len(self.values))
+        return found
+
+    def _value(self, x: Tensor, out: Tensor | None) -> float:
+        if self.known and out is not None:  # the pass at the weights was made before
+            out.copy_(self.known.pop())
+            value = self.loss.base
+        else:
+            value = self.loss(x, out)
+        self.values.append(value)
+        if len(self.values) > 1:  # the start is no step
+            show(self.bar, self.rho, self.values)
+        return value
+
+
+def _onto(space: WeightSpace, x: Tensor, radius: float) -> Tensor:
+    return x.mul_(radius / space.norm(x))
+
+
+# -- of all statistics -------------------------------------------------------------------------------------------------
 
 
 def known_of(loss: BatchLoss, rho: float) -> dict[str, Any]:
@@ -280,7 +295,3 @@ def show(bar: Any, rho: float, losses: list[float]) -> None:
     bar.update()
     if not bar.disable:
         bar.set_postfix_str(f"rho={rho:g}, best={max(losses):.4f} {blocks(losses[-20:], min(losses))}", refresh=False)
-
-
-def _seed(seed: Any) -> int:
-    return as_count("seed", seed, least=0, most=2**63)

@@ -22,10 +22,9 @@ from quotient_manifolds.hub import fetch_model, is_name
 from ..errors import about, naming, words_of
 from ..evaluation import LOCAL, measure_of
 from ..hub_data import fetch_data, is_function, pinned_data
-from ..measures import checked_radii
+from ..measures import Search, checked_radii
 from ..models import INPUTS, pinned
 from ..options import DataChoice
-from ..search import Search
 
 T = TypeVar("T")
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.

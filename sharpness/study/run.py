@@ -31,11 +31,11 @@ from ..evaluation import LOCAL, measure_of, progress_bar, statistic_of
 from ..files import check_folder, write_json
 from ..hub_data import check_source
 from ..losses import Objective, count_examples
+from ..measures import Search
 from ..models import LoadedModel, load
 from ..options import Batches
 from ..results import SharpnessResult, limits
-from ..search import Search
-from ..worst import Worst
+from ..statistic import Worst
 from .plan import Checkpoint, Sweep, shard_of
 from .rows import Row, in_words, job_key, rows_of
 

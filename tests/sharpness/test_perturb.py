@@ -17,7 +17,7 @@ from quotient_manifolds import passes
 from quotient_manifolds import weights as module
 from quotient_manifolds.networks import quiet
 from sharpness import curvature, plots
-from sharpness.space import Evidence
+from sharpness.space import WeightSpace
 from tests.support import networks
 from tests.support.extent import EXHAUSTIVE
 from tests.support.snapshots import ALL, assert_same, snapshot
@@ -335,7 +335,6 @@ OURS = (
     "quotient_manifolds/passes.py",
     "sharpness/measuring.py",
     "sharpness/batch_loss.py",
-    "sharpness/worst.py",
     "sharpness/statistic.py",
     "sharpness/space.py",
     "contextlib.py",
@@ -410,7 +409,7 @@ def interrupted(run, moment, seen=None, end=False):
 
     before = sys.gettrace()  # that of coverage
     sys._getframe().f_trace_opcodes = True  # else Python 3.12 delivers none
-    original = Evidence.missing
+    original = WeightSpace.missing
 
     def missing(self):
         sys.settrace(trace)
@@ -418,7 +417,7 @@ def interrupted(run, moment, seen=None, end=False):
 
     try:
         if end:
-            Evidence.missing = missing
+            WeightSpace.missing = missing
         else:
             sys.settrace(trace)
         run()
@@ -426,7 +425,7 @@ def interrupted(run, moment, seen=None, end=False):
         return True
     finally:
         sys.settrace(before)
-        Evidence.missing = original
+        WeightSpace.missing = original
     return False
 
 
@@ -443,9 +442,9 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
 
     run()  # what the first one alone does is no part of the clean-up
     interrupted(run, 0, seen)
-    last = len(seen) - seen[::-1].index("missing")  # what is done for every batch ends with this method of Evidence
+    last = len(seen) - seen[::-1].index("missing")  # what is done for every batch ends with this method of the space
     assert seen[last:].count("put_back") > 50
-    assert seen[last:].count("restore") > 200  # of one whole clean-up; after it the second has nothing left to do
+    assert seen[last:].count("__exit__") > 200  # of one whole clean-up; after it the second has nothing left to do
     for moment in range(1, last, 7 if EXHAUSTIVE else 97):
         assert interrupted(run, moment)
         assert same(state(model), before), f"bytecode {moment}"
@@ -461,14 +460,14 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
 def test_one_clean_up_alone_would_not_do(monkeypatch):
     """What the test above is for: without the second pass some interrupts leave the model changed."""
     once = set()
-    full = module.preserve_model_state.restore
+    full = module.preserve_model_state.__exit__
 
-    def restore(self):
+    def restore(self, *error):
         if id(self) not in once:
             once.add(id(self))
-            full(self)
+            full(self, *error)
 
-    monkeypatch.setattr(module.preserve_model_state, "restore", restore)
+    monkeypatch.setattr(module.preserve_model_state, "__exit__", restore)
     model, batches = small()
     before = state(model)
     moment, harmed = 1, 0

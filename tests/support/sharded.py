@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import sharpness
-from quotient_manifolds.weights import preserve_model_state
+from quotient_manifolds.weights import check_whole, preserve_model_state
 from sharpness.ascent import gram_matrix
 from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
@@ -111,8 +111,9 @@ def results(which, model, batches):
 
 def random_vectors(which, model, batches):
     """Random vectors of every process, their lengths with all, and for one model an average over them."""
-    objective, state = Objective(), preserve_model_state(model)
-    with state, state, attached_space(model, batches, sharpness.get_measure("geodesic-inv"), objective) as (space, _):
+    measure, state = sharpness.get_measure("geodesic-inv"), preserve_model_state(model)
+    rows = check_whole(model, or_rows=True)
+    with state, state, attached_space(model, batches, measure, Objective(), sharded=rows) as (space, _):
         one, two, again = (space.random(torch.Generator().manual_seed(seed)) for seed in (0, 1, 0))
         vectors = {"part": one, "same": torch.equal(one, again), "square": space.norm(one) ** 2, "dim": space.dim}
         vectors["horizontal"] = float((space.project(one) - one).norm() / one.norm())
@@ -125,13 +126,12 @@ def random_vectors(which, model, batches):
 
 def residuals(model, batches, measure):
     """The residuals of all pairs at the gradient that is computed anyway, by name."""
-    found, objective = {}, Objective()
-
-    state = preserve_model_state(model)
-    with state, state, attached_space(model, batches, sharpness.get_measure(measure), objective) as (space, each):
+    found, objective, measure = {}, Objective(), sharpness.get_measure(measure)
+    state, rows = preserve_model_state(model), check_whole(model, or_rows=True)
+    with state, state, attached_space(model, batches, measure, objective, sharded=rows) as (space, each):
         for index, batch in each:
             BatchLoss(space, objective, batch, index)
-            found.update({pair.name: residual for pair, residual in space.evidence.residuals.items()})
+            found.update({pair.name: residual for pair, residual in space.residuals.items()})
     return found
 
 
