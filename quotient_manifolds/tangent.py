@@ -107,10 +107,6 @@ class GLTangentSpace(TangentSpace):
         xi, eta = u.split(self._rows, dim=-2)
         return (xi, eta) if maps is None else (xi @ maps[0], eta @ maps[1])
 
-    def _mapped(self, u: Tensor, maps: Pair | None) -> Tensor:
-        """Multiply both parts from the right, and stack their rows."""
-        return u if maps is None else torch.cat(self._times(u, maps), dim=-2)
-
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """Compute Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H), W = (M⁻¹, N⁻¹) for inv, (N, M) for mix; (…) or (…, 1, 1)."""
         there = self._times(u, self._isometry)
@@ -228,16 +224,18 @@ class GLTangentSpace(TangentSpace):
         In canonical gauge they are :math:`ξ Σ^{-1/2}` (inv) or :math:`ξ Σ^{1/2}` (mix). Absent directions (σ_i = 0)
         have coordinate 0.
         """
-        return self._mapped(u, self._isometry) * self._scales[1]
+        maps = self._isometry
+        return (u if maps is None else _packed(u.split(self._rows, dim=-2), maps)) * self._scales[1]
 
     def from_coordinates(self, c: Tensor) -> Tensor:
         """Invert :meth:`coordinates`, except for absent directions; shape of c."""
-        return self._mapped(c * self._scales[0], self._inverse_isometry)
+        u, maps = c * self._scales[0], self._inverse_isometry
+        return u if maps is None else _packed(u.split(self._rows, dim=-2), maps)
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
         """Return the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
         maps = self._inverse_isometry
-        return self._mapped(e, maps and _adjoint(maps)) * self._scales[0]
+        return (e if maps is None else _packed(e.split(self._rows, dim=-2), _adjoint(maps))) * self._scales[0]
 
     # For every ascent step: large tensors are sums of point, vector and gradient, each times an h × h matrix.
 

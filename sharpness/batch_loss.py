@@ -145,7 +145,7 @@ class BatchLoss:
             two = run()
 
         apart = abs(one - two) / max(abs(one), abs(two), SMALL)
-        if self.space.agree(apart <= min(_REPEATED * rounding_error(self.space.model), _ROUGHEST)):
+        if self.space.agree(apart == 0 or apart <= min(_REPEATED * rounding_error(self.space.model), _ROUGHEST)):
             return
         if not self.space.agree(apart <= min(_REPEATED * computed_in(run), _ROUGHEST)):
             raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import Cause, Slot, Symmetries, slot
+from quotient_manifolds.symmetries import Cause, Symmetries, slot
 from quotient_manifolds.symmetries.slots import masks
 from quotient_manifolds.symmetries.wiring import Affine, Wiring
 from quotient_manifolds.weights import naming, weights_of
@@ -30,6 +30,7 @@ def vector_lengths(
     of_pairs = [s for p in symmetries.pairs for s in p.slots]
     of_pairs += [s for r in symmetries.refused if r.cause is Cause.FROZEN and r.H for s in r.slots]
     moved = masks(of_pairs, weights)
+    numbers = {n for n, p in weights.items() if p.element_size() > 1 and (p.is_floating_point() or p.is_complex())}
 
     def inside(name: str) -> Tensor:
         p = weights[name]
@@ -45,15 +46,11 @@ def vector_lengths(
         outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
-    def quantised(name: str) -> bool:
-        p = weights[name]
-        return p.element_size() < 2 or not (p.is_floating_point() or p.is_complex())
-
     writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
-    found = {a.matrix.name: norm(a.matrix.name, a.stream_dim) for a in writers if not quantised(a.matrix.name)}
+    found = {a.matrix.name: norm(a.matrix.name, a.stream_dim) for a in writers if a.matrix.name in numbers}
     affines = _affines(model, weights) | {r.matrix.name: r for s in wiring.sites for r in s.readers}
     for matrix, a in affines.items():
-        if matrix in found or quantised(matrix):
+        if matrix in found or matrix not in numbers:
             continue
         inputs = [d for d in range(weights[matrix].dim()) if d != a.stream_dim]
         found[matrix] = rows = norm(matrix, *inputs)
@@ -64,7 +61,7 @@ def vector_lengths(
             found[added] = torch.where(together, joint, norm(added, 0))
             found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
     for name, p in weights.items():
-        if name not in found and not quantised(name):
+        if name not in found and name in numbers:
             found[name] = norm(name, -1) if p.dim() else values(name).abs()
     for pair in (p for p in symmetries.pairs if p.group.positive and p.part != "neurons"):
         for side in (pair.G, pair.H):  # such pairs are not divided out: each column is a vector
@@ -86,11 +83,6 @@ def _affines(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Affin
             if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)) or matrix not in weights:
                 continue
             if b is None or (b.shape == (W.shape[int(transposed)],) and vector in weights):  # else no neuron has both
-                row = None if b is None else placed_slot(module, bias, vector)
-                found.setdefault(matrix, Affine(placed_slot(module, weight, matrix, transpose=transposed), row))
+                row = None if b is None else replace(slot(module, bias), name=vector)
+                found.setdefault(matrix, Affine(replace(slot(module, weight, transpose=transposed), name=matrix), row))
     return found
-
-
-def placed_slot(module: nn.Module, own: str, name: str, *, transpose: bool = False) -> Slot:
-    """Describe a parameter of a module by the name that it has in the model."""
-    return replace(slot(module, own, transpose=transpose), name=name)
