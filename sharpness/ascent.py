@@ -94,6 +94,7 @@ class Ascent:
 def power(
     f: Function, start: Tensor, radius: float, steps: int, *,
     relative_tol: float = 0.0, base: float | None = None, world: World | None = None,
+    known: list[Tensor] | None = None, seen: Callable[[list[float]], None] | None = None,
 ) -> Ascent:  # fmt: skip
     """Maximise f over a ball by the generalised power method, see :mod:`sharpness.ascent`.
 
@@ -114,6 +115,10 @@ def power(
         Value at the origin, relative to which the increase is measured; by default the value at ``start``.
     world : World, optional
         The processes over which vectors are spread.
+    known : list of Tensor, optional
+        With the gradient at ``start``, where f is ``base``, if that is known; it is taken out, and may be overwritten.
+    seen : callable, optional
+        Gets the values so far after every step.
 
     Returns
     -------
@@ -130,8 +135,7 @@ def power(
     >>> round(power(f, torch.ones(3) / 3**0.5, 1.0, 20).value, 3)
     5.0
     """
-    g, best = torch.empty_like(start), start
-    top = f(best, g)
+    top, g, best = *_begin(f, start, base, known), start
     history, base = [top], top if base is None else base
     gram = gram_matrix(g, best, world=world)
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
@@ -150,6 +154,8 @@ def power(
         out = torch.empty_like(best) if k < steps else None  # kept, it would take memory beside the pass's activations
         value = f(x, out)
         history.append(value)
+        if seen is not None:
+            seen(history)
         if not begun or value > top:
             other, momentum = (best, True) if begun else (None, False)
             omega, begun, best, top, gap = min(1.0, 1.2 * omega), True, x, value, None
@@ -186,12 +192,13 @@ def _power_weights(gram: np.ndarray, radius: float, omega: float, *, momentum: b
 def auto_pgd(
     f: Function, start: Tensor, radius: float, steps: int, *,
     relative_tol: float = 0.0, base: float | None = None, world: World | None = None,
+    known: list[Tensor] | None = None, seen: Callable[[list[float]], None] | None = None,
 ) -> Ascent:  # fmt: skip
     """Maximise f over a ball by Auto-PGD, see :mod:`sharpness.ascent`.
 
     Parameters
     ----------
-    f, start, radius, steps, relative_tol, base, world
+    f, start, radius, steps, relative_tol, base, world, known, seen
         As for :func:`power`; ``start`` may lie anywhere in the ball. The check-points depend on ``steps``.
 
     Returns
@@ -210,12 +217,11 @@ def auto_pgd(
     >>> auto_pgd(f, torch.zeros(2), 0.5, steps=20).point
     tensor([ 0.3000, -0.4000])
     """
-    gradients = torch.empty_like(start), torch.empty_like(start)  # at the last iterate, and at the best one
     x = previous = best = start
-    g = best_g = gradients[0]
-    value = top = top_at_mark = f(x, g)
+    value, g = _begin(f, start, base, known)
+    gradients, best_g, top, top_at_mark = (g, torch.empty_like(start)), g, value, value  # of the last and best iterates
     history, base = [value], value if base is None else base
-    known, gap, slope = True, None, None  # whether best_g is the gradient at the best iterate, and what it says
+    fits, gap, slope = True, None, None  # whether best_g is the gradient at the best iterate, and what it says
     eta, marks = 2 * radius, set(checkpoints(steps))
     last_mark, raised, halved = 0, 0, False
     for k in range(1, steps + 1):
@@ -231,9 +237,11 @@ def auto_pgd(
         raised += new > value
         value = new
         history.append(value)
+        if seen is not None:
+            seen(history)
         if value > top:
-            best, top, best_g, known, gap = x, value, g, wanted, None
-            if known:
+            best, top, best_g, fits, gap = x, value, g, wanted, None
+            if fits:
                 gap, slope = _gap(gram_matrix(g, x, world=world), radius)
         if k in marks:
             stuck = not halved and top == top_at_mark
@@ -242,7 +250,7 @@ def auto_pgd(
                 eta /= 2
                 value, x, previous, g = top, best, best, best_g
             last_mark, raised, top_at_mark = k, 0, top
-    if gap is None and known:
+    if gap is None and fits:
         gap, slope = _gap(gram_matrix(best_g, best, world=world), radius)
     converged = _done(gap, top, base, relative_tol, best.dtype) if relative_tol > 0 else None
     return Ascent(best, top, tuple(history), gap, converged, slope)
@@ -280,6 +288,14 @@ def checkpoints(steps: int) -> list[int]:
         found.append(-(-now * steps // 100))
         before, now = now, now + max(now - before - 3, 6)
     return found
+
+
+def _begin(f: Function, start: Tensor, base: float | None, known: list[Tensor] | None) -> tuple[float, Tensor]:
+    """Return the value and the gradient at the start, computed if they are not known."""
+    if known and base is not None:
+        return base, known.pop()
+    gradient = torch.empty_like(start)
+    return f(start, gradient), gradient
 
 
 def _gap(gram: np.ndarray, radius: float) -> tuple[float, float | None]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -188,14 +189,14 @@ class Worst:
             raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
         flat = rho * loss.slope <= 10 * info.eps * abs(loss.base)
         at_weights = start == 0 and not flat
-        climb = _Climb(loss, self.search, rho, bar, [loss.base_gradient] if at_weights else [])
+        known = [loss.base_gradient if last else loss.base_gradient.clone()] if at_weights else []
         if last:
             del loss.base_gradient
         if at_weights:
             point = torch.zeros(space.dim, dtype=space.dtype, device=space.device)
         else:
             point = _onto(space, random_direction(loss, self.search.seed, start), rho)
-        best = climb.in_ball(point)
+        best = self._in_ball(loss, rho, bar, point, known)
         point, value, gap, converged = best.point, best.value, best.fw_gap, best.converged
         if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value, gap = point.zero_(), loss.base, rho * loss.slope
@@ -207,62 +208,40 @@ class Worst:
         )  # fmt: skip
         return result, point
 
-
-@dataclass(eq=False)
-class _Climb:
-    """The ascents of the loss of a batch in a ball from one start."""
-
-    loss: BatchLoss
-    search: Search
-    rho: float
-    bar: Any
-    known: list[Tensor]  # the gradient at the start, if it is; it is as large as the model
-    values: list[float] = field(default_factory=list)
-
-    def in_ball(self, point: Tensor) -> Ascent:
+    def _in_ball(self, loss: BatchLoss, rho: float, bar: Any, point: Tensor, known: list[Tensor]) -> Ascent:
         """Look on the sphere, and inside if the loss rises nowhere on it, or falls outwards at the best point.
 
         The search goes on on spheres of half the radius each time, since a bounded loss may oscillate, and by Auto-PGD
         in the whole ball from the best point of these.
         """
-        space, base, search = self.loss.space, self.loss.base, self.search
-        best, halving = self._ascend(search.ascent, point, self.rho), 0
+        space, base, name, climb = loss.space, loss.base, self.search.ascent, partial(self._ascend, loss, rho, bar)
+        best, halving = climb(name, point, rho, known=known), 0
         del point
         while best.value <= base or (best.slope is not None and best.slope < 0):
             if space.norm(best.point) == 0 or halving == _HALVINGS:
                 break
             halving += 1
-            radius = self.rho / 2**halving
-            found = self._further(search.ascent, _onto(space, best.point.clone(), radius), radius)
+            radius = rho / 2**halving
+            found = climb(name, _onto(space, best.point.clone(), radius), radius)
             if found.value <= best.value and best.value > base:
                 break
             best = found if found.value > best.value else best
-        return self._further("apgd", best.point.clone(), self.rho) if halving else best
+        return climb("apgd", best.point.clone(), rho) if halving else best
 
-    def _further(self, ascent: str, point: Tensor, radius: float) -> Ascent:
-        """Climb again, which no progress bar had foreseen."""
-        self.bar.total = self.bar.total and self.bar.total + self.search.steps
-        return self._ascend(ascent, point, radius)
-
-    def _ascend(self, ascent: str, point: Tensor, radius: float) -> Ascent:
-        search, base, world = self.search, self.loss.base, self.loss.space.world
-        self.values.clear()
-        found = ASCENTS[ascent](
-            self._value, point, radius, search.steps, relative_tol=search.relative_tol, base=base, world=world
-        )
-        self.bar.update(search.steps + 1 - len(self.values))
+    def _ascend(
+        self, loss: BatchLoss, rho: float, bar: Any, name: str, point: Tensor, radius: float, *,
+        known: list[Tensor] | None = None,
+    ) -> Ascent:  # fmt: skip
+        """Climb from a point; ``known`` has the gradient there, if it is, and is None for a further ascent."""
+        search = self.search
+        if known is None:  # the progress bar had not foreseen it
+            bar.total = bar.total and bar.total + search.steps
+        found = ASCENTS[name](
+            loss, point, radius, search.steps, relative_tol=search.relative_tol, base=loss.base,
+            world=loss.space.world, known=known, seen=partial(show, bar, rho),
+        )  # fmt: skip
+        bar.update(search.steps + 1 - len(found.history))
         return found
-
-    def _value(self, x: Tensor, out: Tensor | None) -> float:
-        if self.known and out is not None:  # the pass at the weights was made before
-            out.copy_(self.known.pop())
-            value = self.loss.base
-        else:
-            value = self.loss(x, out)
-        self.values.append(value)
-        if len(self.values) > 1:  # the start is no step
-            show(self.bar, self.rho, self.values)
-        return value
 
 
 def _onto(space: WeightSpace, x: Tensor, radius: float) -> Tensor:
