@@ -112,6 +112,25 @@ def test_calls_one_function_a_step_and_no_gradient_at_the_last():
     assert calls == [True] * 6 + [False]
 
 
+@pytest.mark.parametrize("ascend", [power, auto_pgd])
+def test_a_gradient_that_is_known_is_not_computed_again_and_every_step_is_seen(ascend):
+    f, calls, seen = into(problem(0)), [], []
+
+    def counted(x, out):
+        calls.append(out is not None)
+        return f(x, out)
+
+    gradient, start = torch.empty(20), torch.zeros(20)
+    base, known = f(start, gradient), [gradient]
+    plain = ascend(f, start.clone(), 1.0, 6)
+    found = ascend(counted, start, 1.0, 6, base=base, known=known, seen=lambda values: seen.append(tuple(values)))
+    assert calls == [True] * 5 + [False]
+    assert known == []  # so that its memory is free after the first step
+    assert torch.equal(found.point, plain.point)
+    assert found.history == plain.history == seen[-1]
+    assert [len(values) for values in seen] == [2, 3, 4, 5, 6, 7]
+
+
 def plain_power(f, radius, steps):
     """The power method of the docstring with explicit norms, from the origin."""
 
