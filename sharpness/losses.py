@@ -60,7 +60,7 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
     scores = scores_of(output)
     loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if (by_name and loss is None) or (not by_name and (scores is None or scores.shape[1:2] == (1,))):
-        raise ValueError(f"{plain_class(model).__name__} returned {_without_loss(model, batch, output)}")
+        raise ValueError(f"{plain_class(model).__name__} {_without_loss(model, batch, output)}")
     classification = isinstance(scores, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point()
     classification = classification and (scores.dim(), labels.dim()) == (2, 1) and scores.shape[1] >= 2
     if classification and (scores.element_size() < 4 or not scores.is_floating_point()):
@@ -83,19 +83,19 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
 
 
 def _without_loss(model: nn.Module, batch: Any, output: Any) -> str:
-    """Describe an output that gives no loss, and what mends it."""
+    """Say what a model returned instead of a loss, and what mends it."""
     if isinstance(batch, Mapping):
         fix = "load a class with a head for them, such as …ForSequenceClassification"
         if isinstance(output, tuple) and hasattr(model, "config"):
             fix = "set model.config.return_dict = True"
         elif "labels" not in batch:
             fix = "add the labels"
-        return f"no loss for a dict with the keys {sorted(batch)}; {fix}, or pass loss_fn"
+        return f"returned no loss for a dict with the keys {sorted(batch)}; {fix}, or pass loss_fn"
     if scores_of(output) is None:
-        return f"{type(output).__name__} without logits; pass loss_fn"
+        return f"returned {type(output).__name__} without logits; pass loss_fn"
     return (
-        "one score per example, for which cross-entropy is always 0; for a regression pass loss_fn, or make batches "
-        "dicts, for a model that returns its own loss"
+        "returned one score per example, for which cross-entropy is always 0; for a regression pass loss_fn, or make "
+        "batches dicts, for a model that returns its own loss"
     )
 
 
