@@ -63,7 +63,7 @@ class BatchLoss:
         one = space.world is None
         self.pieces = objective.pieces(space.model, batch) if one else _share(space, objective, batch)
         self.worst_error: float | None = None
-        self.base_gradient = space.empty()
+        self.base_gradient = torch.empty(space.dim, dtype=space.dtype, device=space.device)
         self.base = self(None, self.base_gradient)
         self.base_error, first = self.worst_error, self._first
         self._check_second_pass(first)
@@ -136,7 +136,7 @@ class BatchLoss:
     def _check_second_pass(self, one: float) -> None:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
         run = partial(self.objective.value, self.space.model, self.pieces[0][1])
-        if self.space.missing().weights:
+        if self.space.unreached.weights:
             with eager(), _Seen() as seen:
                 two = run()
             if seen.hidden:

@@ -144,11 +144,11 @@ def build_patches(
 
     ``constant`` are masks of the entries that do not move, ``lengths`` those of the vectors that entries belong to.
     """
-    covered, takes_points = coverage(found, moving), measure.takes_points
+    covered = coverage(found, moving)
     for name, mask in constant.items():
         covered[name] = mask | covered[name] if name in covered else mask
     single: list[Patch] = [
-        PointPatch(name, p, dtype) if takes_points and is_point(p)
+        PointPatch(name, p, dtype) if is_point(p) and measure.takes_points
         else ElementwisePatch(name, p, measure, dtype, covered.get(name), lengths.get(name))
         for name, p in moving.items()
         if name not in covered or not bool(covered[name].all())

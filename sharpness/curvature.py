@@ -112,7 +112,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
             losses = [found] if isinstance(found, Tensor) else found
             gradient, second = _with_product(losses, space.parameters, velocity)
         # R is quadratic, so its derivative J(ξ) is affine, and H v = J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
-        product = space.pull_back_from_copies(second, None, space.empty())
+        product = space.pull_back_from_copies(second, None, torch.empty_like(v))
         with torch.no_grad(), torch.autocast(space.device.type, enabled=False):
             for (patch, part), (_, c) in zip(space.each(product), space.each(v), strict=True):
                 if patch.pairs:  # others move along straight lines

@@ -256,13 +256,13 @@ def statistic_of(
                 results.append(result)
                 if direction is not None:
                     directions[index, result.rho] = direction
-        shares.append(_Share(results, space.missing(), contents))
+        shares.append(_Share(results, space.unreached, contents))
     if world is not None:
         check_alike([share.contents for share in shares])
     unreached = reduce(and_, (share.unreached for share in shares))
     results = sorted((r for share in shares for r in share.results), key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
-        measure, statistic, radii, plain_class(model).__name__, *space.spectrum(), len(unreached.pairs),
+        measure, statistic, radii, plain_class(model).__name__, *space.spectrum, len(unreached.pairs),
         tuple(results), remarks_on(space, unreached), space.divided, directions,
     )  # fmt: skip
 

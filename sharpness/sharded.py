@@ -199,6 +199,9 @@ class ShardedSpace(WeightSpace):
             )
         super().__init__(shards.twin, measure, symmetries, classes=classes)
         self.model, self.world, self.pairs = model, shards.world, self._all_pairs
+        smallest, absent = zip(*self.world.gather([self.spectrum]), strict=True)
+        self.spectrum = min((value for value in smallest if value is not None), default=None), sum(absent)
+        self.unreached = self.unreached._replace(pairs={p.name for p in self.pairs})
 
     def _build(self) -> tuple[list[Patch], list[PairPatch]]:
         shards, state, symmetries = self._shards, ShardedState(self._shards), self.symmetries
@@ -224,11 +227,6 @@ class ShardedSpace(WeightSpace):
 
     # -- of all processes ------------------------------------------------------------------------------------------
 
-    def spectrum(self) -> tuple[float | None, int]:
-        """Return what :meth:`WeightSpace.spectrum` does, of the pairs of all processes."""
-        smallest, absent = zip(*self.world.gather([super().spectrum()]), strict=True)
-        return min((value for value in smallest if value is not None), default=None), sum(absent)
-
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs of all processes whose exact geodesic along xi is shortened."""
         return sum(self.world.gather([super().num_exited_pairs(xi)]))
@@ -238,16 +236,13 @@ class ShardedSpace(WeightSpace):
         return self.world.all(holds)
 
     def see(self, gradient: Mapping[str, Tensor]) -> None:
-        """Take note of a gradient, with the residuals of the pairs of all processes."""
+        """Take note of a gradient, with the pairs of all processes, and of weights that none reached on any."""
         super().see(gradient)
         number = {pair: i for i, pair in enumerate(self.pairs)}
         residuals = self.world.gather([(number[pair], residual) for pair, residual in self.residuals.items()])
         self.residuals = {self.pairs[i]: residual for i, residual in residuals}
-
-    def missing(self) -> Unreached:
-        """Name the pairs of all processes, and the weights that no gradient has reached on any."""
-        pairs, *weights = zip(*self.world.gather([super().missing()]), strict=True)
-        return Unreached(set.union(*pairs), *(set.intersection(*names) for names in weights))
+        pairs, *weights = zip(*self.world.gather([self.unreached]), strict=True)
+        self.unreached = Unreached(set().union(*pairs), *(set.intersection(*names) for names in weights))
 
     # -- the model -----------------------------------------------------------------------------------------------
 

@@ -86,6 +86,10 @@ class WeightSpace:
         Those that are divided out.
     world : World or None
         The processes over which vectors are spread; None: this one alone has all of them.
+    spectrum : tuple of (float or None) and int
+        σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding.
+    unreached : Unreached
+        What no gradient at the base point has reached yet.
     residuals : dict of SymmetricPair to float
         By how much the last gradient at the base point violated the symmetry of those pairs that it reached first.
     tolerance : float
@@ -133,7 +137,7 @@ class WeightSpace:
         #: All weights of the model whose parameters move.
         self.weights: Mapping[str, Tensor] = weights_of(model)
         parameters = list(self.parameters.values())
-        if not measure.takes_points and any(map(is_point, parameters)):
+        if any(map(is_point, parameters)):
             check_points(measure, self.parameters)
         self.device = parameters[0].device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
@@ -159,9 +163,12 @@ class WeightSpace:
         last = {name: p for p in self._in_order for name in p.names}
         self._last_used = [[name for name in p.names if last[name] is p] for p in self._in_order]
         self.pairs: tuple[SymmetricPair, ...] = tuple(pair for p in self._pair_patches for pair in p.pairs)
+        least = [float(p.sigma[p.present].min()) for p in self._pair_patches if bool(p.present.any())]
+        self.spectrum = min(least, default=None), sum(int((~p.present).sum()) for p in self._pair_patches)
         self.residuals: dict[SymmetricPair, float] = {}
         self._certification = Certification([p.stack for p in self._pair_patches])
-        self._unreached, self._flat = set(self.parameters), set(self.parameters)
+        every = set(self.parameters)
+        self.unreached = Unreached({p.name for p in self._certification.open}, every, every)
         self.copies: dict[str, Tensor] = {}
         self._at: Tensor | None = None
         self._moved = True
@@ -186,10 +193,6 @@ class WeightSpace:
 
                 lengths = vector_lengths(self.model, symmetries)
             return build_patches(self.measure, self.parameters, self.dtype, found, constant, lengths)
-
-    def empty(self) -> Tensor:
-        """Return a vector with any content, (dim,)."""
-        return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
     def each(self, v: Tensor | Sequence[Tensor] | None) -> Iterator[tuple[Patch, Any]]:
         """Iterate over the patches, each with its part of a vector, (dim,); with None for None, the base point.
@@ -235,16 +238,9 @@ class WeightSpace:
             self._parts = NetworkParts(self.model, self.parameters, pairs)
         return Direction(self.measure, tensors, self.norm(xi), self._parts.squares(self.each(xi)), self.divided)
 
-    def spectrum(self) -> tuple[float | None, int]:
-        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
-        values = [float(p.sigma[p.present].min()) for p in self._pair_patches if bool(p.present.any())]
-        return min(values, default=None), sum(int((~p.present).sum()) for p in self._pair_patches)
-
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
-        """Count the pairs whose exact geodesic along xi is shortened so that it stays on the manifold."""
-        if self.measure.geodesic != "exact":
-            return 0
+        """Count the pairs whose geodesic along xi, an exact one, is shortened so that it stays on the manifold."""
         return sum(p.num_exited_pairs(c) for p, c in self.each(xi) if isinstance(p, PairPatch))
 
     def agree(self, holds: bool) -> bool:
@@ -256,12 +252,9 @@ class WeightSpace:
     def see(self, gradient: Mapping[str, Tensor]) -> None:
         """Take note of a gradient with respect to the weights, at the base point."""
         self.residuals = self._certification.see(self.weights, gradient, tolerance=self.tolerance).residuals
-        self._unreached.difference_update(gradient)
-        self._flat = {name for name in self._flat if name not in gradient or not bool(gradient[name].any())}
-
-    def missing(self) -> Unreached:
-        """Name what no gradient has reached."""
-        return Unreached({p.name for p in self._certification.open}, set(self._unreached), set(self._flat))
+        flat = {name for name in self.unreached.flat if name not in gradient or not bool(gradient[name].any())}
+        pairs, weights = {p.name for p in self._certification.open}, self.unreached.weights - gradient.keys()
+        self.unreached = Unreached(pairs, weights, flat)
 
     # -- the model's point -----------------------------------------------------------------------------------------
 
@@ -351,7 +344,8 @@ class WeightSpace:
             The loss depends on none of the weights.
         """
         gradient = self.differentiate([losses] if isinstance(losses, Tensor) else losses)
-        return self.pull_back_from_copies(gradient, self._at, self.empty())
+        out = torch.empty(self.dim, dtype=self.dtype, device=self.device)
+        return self.pull_back_from_copies(gradient, self._at, out)
 
     @torch.no_grad()
     def push_forward_to_copies(self, v: Tensor | Sequence[Tensor], room: Tensor | None = None) -> dict[str, Tensor]:

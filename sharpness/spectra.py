@@ -171,7 +171,7 @@ def spectrum(
         products = Products(space, product, bar)
         values = largest(products, k, seed)
         points = spectral_density(products, seed) if density else None
-        unreached = space.missing()
+        unreached = space.unreached
     return Spectrum(
         matrix, measure, plain_class(model).__name__, values, points, loss, products.number, len(unreached.pairs),
         remarks_on(space, unreached),

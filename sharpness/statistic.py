@@ -204,7 +204,7 @@ class Worst:
         result = WorstResult(
             **known_of(loss, rho), value=value - loss.base, worst_loss=value, history=best.history, fw_gap=gap,
             converged=converged, random_start=flat, distance=space.norm(point),
-            num_exited_pairs=space.num_exited_pairs(point),
+            num_exited_pairs=space.num_exited_pairs(point) if space.measure.geodesic == "exact" else 0,
         )  # fmt: skip
         return result, point
 

@@ -16,8 +16,7 @@ import sharpness
 from quotient_manifolds import passes
 from quotient_manifolds import weights as module
 from quotient_manifolds.networks import quiet
-from sharpness import curvature, plots
-from sharpness.space import WeightSpace
+from sharpness import curvature, evaluation, plots
 from tests.support import networks
 from tests.support.extent import EXHAUSTIVE
 from tests.support.snapshots import ALL, assert_same, snapshot
@@ -384,22 +383,25 @@ def same(one, two):
 def interrupted(run, moment, seen=None, end=False):
     """Raise KeyboardInterrupt at the given bytecode; whether it was reached.
 
-    Bytecodes are counted from the first clean-up on, or from what is done for every batch at its end. ``seen`` lists
-    the names of the functions to which they belong.
+    Bytecodes are counted from the first gradient at the weights on, or from where all batches are done. ``seen`` lists the names of
+    the functions to which they belong.
     """
     seen, begun = [] if seen is None else seen, False
 
-    def trace(frame, event, _):
+    def begin(caller):
         nonlocal begun
+        begun = True
+        while caller := caller.f_back:  # what is left of those that wait for it belongs to the clean-up
+            if caller.f_code.co_filename.endswith(OURS):
+                caller.f_trace, caller.f_trace_opcodes, caller.f_trace_lines = trace, True, False
+
+    def trace(frame, event, _):
         if not frame.f_code.co_filename.endswith(OURS):
             return None
         if not begun:
-            if frame.f_code.co_name not in ("put_back", "restore", "missing")[2 * end :]:
+            if frame.f_code.co_name not in ("put_back", "restore", "see"):
                 return None
-            begun, caller = True, frame
-            while caller := caller.f_back:  # what is left of those that wait for it belongs to the clean-up
-                if caller.f_code.co_filename.endswith(OURS):
-                    caller.f_trace, caller.f_trace_opcodes, caller.f_trace_lines = trace, True, False
+            begin(frame)
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
             seen.append(frame.f_code.co_name)
@@ -409,15 +411,16 @@ def interrupted(run, moment, seen=None, end=False):
 
     before = sys.gettrace()  # that of coverage
     sys._getframe().f_trace_opcodes = True  # else Python 3.12 delivers none
-    original = WeightSpace.missing
+    original = evaluation._Share
 
-    def missing(self):
+    def share(*found):
         sys.settrace(trace)
-        return original(self)
+        begin(sys._getframe())
+        return original(*found)
 
     try:
         if end:
-            WeightSpace.missing = missing
+            evaluation._Share = share
         else:
             sys.settrace(trace)
         run()
@@ -425,7 +428,7 @@ def interrupted(run, moment, seen=None, end=False):
         return True
     finally:
         sys.settrace(before)
-        WeightSpace.missing = original
+        evaluation._Share = original
     return False
 
 
@@ -442,15 +445,15 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
 
     run()  # what the first one alone does is no part of the clean-up
     interrupted(run, 0, seen)
-    last = len(seen) - seen[::-1].index("missing")  # what is done for every batch ends with this method of the space
+    interrupted(run, 0, end, end=True)  # the same bytecodes, without watching those that come before
+    last = len(seen) - len(end)
+    assert end == seen[last:]
     assert seen[last:].count("put_back") > 50
     assert seen[last:].count("__exit__") > 200  # of one whole clean-up; after it the second has nothing left to do
     for moment in range(1, last, 7 if EXHAUSTIVE else 97):
         assert interrupted(run, moment)
         assert same(state(model), before), f"bytecode {moment}"
-    interrupted(run, 0, end, end=True)  # the same bytecodes, without watching those that come before
-    assert end[last - len(seen) :] == seen[last:]
-    moment = len(end) - (len(seen) - last)
+    moment = 1
     while interrupted(run, moment, end=True):
         assert same(state(model), before), f"bytecode {moment} of the end"
         moment += 1 if EXHAUSTIVE else 3

@@ -206,9 +206,8 @@ def test_spectrum_is_that_of_the_products(coordinates):
     found = stacks(find(model).pairs, weights)
     products = [s.manifold().to_matrix(s.gather(weights).detach()) for s in found]
     least = min(float(torch.linalg.svdvals(p)[:, s.group.h - 1].min()) for p, s in zip(products, found, strict=True))
-    assert space.spectrum() == (pytest.approx(least, rel=1e-9), 0)
-    assert space.num_exited_pairs(space.random(torch.Generator())) == 0
-    assert space.missing()[0] == {p.name for p in space.pairs}
+    assert space.spectrum == (pytest.approx(least, rel=1e-9), 0)
+    assert space.unreached.pairs == {p.name for p in space.pairs}
     assert space.residuals == {}
 
 
