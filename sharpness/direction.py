@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -248,8 +248,18 @@ class LayerShares(list[LayerShare]):
         return aligned(rows)
 
 
-class NetworkParts:
-    """The layer and part to which every entry of every parameter belongs.
+class WeightParts(NamedTuple):
+    """The layer and part of the network to which a weight belongs, and slots in it with parts of their own."""
+
+    layer: str
+    part: str
+    inside: Sequence[tuple[str, Slot]]
+
+
+def parts_of(
+    model: nn.Module, weights: Mapping[str, Tensor], pairs: Collection[SymmetricPair]
+) -> dict[str, WeightParts]:
+    """Return the layer and parts to which the entries of every weight belong.
 
     Queries and keys, values and outputs are known from the model's pairs, trainable or not, and from the roles of the
     weights of attention layers without a symmetry; the others from the kind of their module: weights of embeddings and
@@ -259,73 +269,70 @@ class NetworkParts:
     Parameters
     ----------
     model : nn.Module
-    names : mapping of str to Tensor
+    weights : mapping of str to Tensor
         Its parameters that move, by name.
-    pairs : iterable of SymmetricPair
+    pairs : collection of SymmetricPair
         All its pairs, frozen ones too.
     """
-
-    def __init__(self, model: nn.Module, names: Mapping[str, Tensor], pairs: Iterable[SymmetricPair]) -> None:
-        pairs = list(pairs)
-        self._inside: dict[str, list[tuple[str, Slot]]] = {}
-        for pair in pairs:
-            for s in dict.fromkeys(pair.slots + pair.null):
-                self._inside.setdefault(s.name, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), s))
-        plain = plain_names(model)
-        known = {name: m for name, m in model.named_modules() if HANDLERS.of(m) is not None}
-        layers = {plain(name): m for name, m in (known | candidates(model)).items()}
-        attention = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"}
-        attention |= set(map(_block, layers))
-        roles = {name: part for path, m in layers.items() for name, part in self._of_roles(m, path)}
-        tables = {f"{plain(n)}.weight" for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
-        self._layers, self._rest = dict[str, str](), dict[str, str]()
-        for name, p in names.items():
-            self._layers[name], self._rest[name] = _layer(name, attention), roles.get(name, "MLP")
-            embeds = name in tables or bool(_EMBEDDING.search(name))
-            if name in roles:
-                continue
-            if self._layers[name] not in attention and _HEAD.search(name) and not embeds:
-                self._rest[name] = "head"
+    inside: dict[str, list[tuple[str, Slot]]] = {}
+    for pair in pairs:
+        for s in dict.fromkeys(pair.slots + pair.null):
+            inside.setdefault(s.name, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), s))
+    plain, found = plain_names(model), dict[str, WeightParts]()
+    known = {name: m for name, m in model.named_modules() if HANDLERS.of(m) is not None}
+    layers = {plain(name): m for name, m in (known | candidates(model)).items()}
+    blocks = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"} | set(map(_block, layers))
+    roles = {name: part for path, m in layers.items() for name, part in _of_roles(m, path, inside)}
+    tables = {f"{plain(n)}.weight" for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
+    for name, p in weights.items():
+        around = [b for b in blocks if name.startswith(f"{b}.")]
+        layer = max(around, key=len) if around else _block(name.rpartition(".")[0]) or name
+        embeds, part = name in tables or bool(_EMBEDDING.search(name)), roles.get(name, "MLP")
+        if name not in roles:
+            if layer not in blocks and _HEAD.search(name) and not embeds:
+                part = "head"
             elif name in tables or (p.dim() > 1 and embeds):
-                self._rest[name] = "embeddings"
+                part = "embeddings"
             elif p.squeeze().dim() < 2:
-                self._rest[name] = "norms and biases"
+                part = "norms and biases"
+        found[name] = WeightParts(layer, part, inside.get(name, ()))
+    return found
 
-    def _of_roles(self, layer: nn.Module, path: str) -> Iterator[tuple[str, str]]:
-        """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
-        if (roles := roles_of(layer)) is None:
-            return
-        for letter, where in roles.items():
-            owned = [where.name(where.weight)]
-            owned += [where.name(where.bias)] * (letter != "o")
-            for name in (f"{path}.{own}".removeprefix(".") for own in owned):
-                rest = set(where.letters)
-                for part, _ in self._inside.get(name, ()):
-                    rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
-                yield name, "Q–K" if rest & {"q", "k"} else "V–O"
 
-    def squares(self, vector: Iterable[tuple[Patch, Tensor]]) -> dict[Place, float]:
-        """Add up the squared coordinates at every place, in the order of the parameters.
+def _of_roles(layer: nn.Module, path: str, inside: Mapping[str, list[tuple[str, Slot]]]) -> Iterator[tuple[str, str]]:
+    """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
+    for letter, where in (roles_of(layer) or {}).items():
+        owned = [where.name(where.weight)]
+        owned += [where.name(where.bias)] * (letter != "o")
+        for name in (f"{path}.{own}".removeprefix(".") for own in owned):
+            rest = set(where.letters)
+            for part, _ in inside.get(name, ()):
+                rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
+            yield name, "Q–K" if rest & {"q", "k"} else "V–O"
 
-        Coordinates of single weights have the shape of their parameter, or as many numbers.
-        """
-        found = defaultdict[Place, float](float)
-        for patch, c in vector:
-            lengths = c.view(len(patch.pairs), -1).square().sum(1).tolist() if patch.pairs else []
-            for pair, square in zip(patch.pairs, lengths, strict=True):
-                layer = self._layers[pair.G[0].name]
-                if pair.metric and pair.kind != "point":  # weights that are computed from a point
-                    layer = _block(pair.module)
-                found[layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head] += square
-            for name in () if patch.pairs else patch.names:
-                squares = c.square()
-                for part, s in self._inside.get(name, ()):
-                    found[self._layers[name], part, None] += float(s.of(squares).sum())
-                    s.of(squares).zero_()
-                found[self._layers[name], self._rest[name], None] += float(squares.sum())
-        layers = list(dict.fromkeys([*self._layers.values(), *(layer for layer, *_ in found)]))
-        places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
-        return {place: found[place] for place in places if found[place] > 0}
+
+def squares_of(vector: Iterable[tuple[Patch, Tensor]], weights: Mapping[str, WeightParts]) -> dict[Place, float]:
+    """Add up the squared coordinates of a vector at every place, in the order of the parameters.
+
+    Coordinates of single weights have the shape of their parameter, or as many numbers.
+    """
+    found = defaultdict[Place, float](float)
+    for patch, c in vector:
+        lengths = c.view(len(patch.pairs), -1).square().sum(1).tolist() if patch.pairs else []
+        for pair, square in zip(patch.pairs, lengths, strict=True):
+            layer = weights[pair.G[0].name].layer
+            if pair.metric and pair.kind != "point":  # weights that are computed from a point
+                layer = _block(pair.module)
+            found[layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head] += square
+        for name in () if patch.pairs else patch.names:
+            squares, (layer, rest, inside) = c.square(), weights[name]
+            for part, s in inside:
+                found[layer, part, None] += float(s.of(squares).sum())
+                s.of(squares).zero_()
+            found[layer, rest, None] += float(squares.sum())
+    layers = list(dict.fromkeys([*(of.layer for of in weights.values()), *(layer for layer, *_ in found)]))
+    places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
+    return {place: found[place] for place in places if found[place] > 0}
 
 
 def _block(module: str) -> str:
@@ -333,9 +340,3 @@ def _block(module: str) -> str:
     parts = module.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=len(parts) - 1)
     return ".".join(parts[: last + 1])
-
-
-def _layer(parameter: str, blocks: Collection[str]) -> str:
-    """Find the block of the attention module that contains a parameter, or else the parameter's own module."""
-    inside = [b for b in blocks if parameter.startswith(f"{b}.")]
-    return max(inside, key=len) if inside else _block(parameter.rpartition(".")[0]) or parameter

@@ -201,7 +201,7 @@ class ShardedSpace(WeightSpace):
         self.model, self.world, self.pairs = model, shards.world, self._all_pairs
         smallest, absent = zip(*self.world.gather([self.spectrum]), strict=True)
         self.spectrum = min((value for value in smallest if value is not None), default=None), sum(absent)
-        self.unreached = self.unreached._replace(pairs={p.name for p in self.pairs})
+        self.unreached = self.unreached._replace(pairs=set(range(len(self.pairs))))
 
     def _build(self) -> tuple[list[Patch], list[PairPatch]]:
         shards, state, symmetries = self._shards, ShardedState(self._shards), self.symmetries

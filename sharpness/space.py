@@ -20,7 +20,7 @@ from quotient_manifolds.weights import is_narrow, is_point, pointing_to, weights
 
 from .ascent import gram_matrix
 from .building import build_patches, divides, known, stacks_of, trainable
-from .direction import Direction, NetworkParts
+from .direction import Direction, WeightParts, parts_of, squares_of
 from .measures import Measure
 from .patches import PairPatch, Patch, in_memory_of
 from .points import check_points
@@ -38,15 +38,15 @@ HIDES = "checkpoint(…, use_reentrant=True) hides weights; pass use_reentrant=F
 
 
 class Unreached(NamedTuple):
-    """Names of pairs and weights that no gradient has reached yet."""
+    """The numbers of pairs, and the names of weights, that no gradient has reached yet."""
 
-    pairs: set[str]  # which nothing certifies
+    pairs: set[int]  # which nothing certifies
     weights: set[str]  # on which no loss depends
     flat: set[str]  # these weights, and those whose gradient was 0
 
     def __and__(self, other: Unreached) -> Unreached:
         """Name what neither of two processes has reached."""
-        return Unreached(*(one & another for one, another in zip(self, other, strict=True)))
+        return Unreached(self.pairs & other.pairs, self.weights & other.weights, self.flat & other.flat)
 
 
 class WeightSpace:
@@ -168,12 +168,12 @@ class WeightSpace:
         self.residuals: dict[SymmetricPair, float] = {}
         self._certification = Certification([p.stack for p in self._pair_patches])
         every = set(self.parameters)
-        self.unreached = Unreached({p.name for p in self._certification.open}, every, every)
+        self.unreached = Unreached(set(range(len(self.pairs))), every, every)
         self.copies: dict[str, Tensor] = {}
         self._at: Tensor | None = None
         self._moved = True
         self.remarks: list[str] = []
-        self._parts: NetworkParts | None = None
+        self._parts: dict[str, WeightParts] = {}
         #: What examines attention of unknown classes, for the parts of directions of a measure that divides nothing.
         self.examine: Callable[[], Iterable[SymmetricPair]] = tuple
 
@@ -229,14 +229,14 @@ class WeightSpace:
         for patch, c in self.each(xi):
             patch.vector_(out, c, at_model=True)
         tensors = {name: out[name].cpu() for name in self.parameters}
-        if self._parts is None:
+        if not self._parts:
             pairs = [p for p in self._known.pairs if p.part != "neurons"]
             if self.given is not None or not self.measure.divides:  # labels, which it does not need otherwise
                 from quotient_manifolds.symmetries import find
 
                 pairs = [*find(self.model).pairs, *(self.examine() if self.given is None else self.given.pairs)]
-            self._parts = NetworkParts(self.model, self.parameters, pairs)
-        return Direction(self.measure, tensors, self.norm(xi), self._parts.squares(self.each(xi)), self.divided)
+            self._parts = parts_of(self.model, self.parameters, pairs)
+        return Direction(self.measure, tensors, self.norm(xi), squares_of(self.each(xi), self._parts), self.divided)
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
@@ -253,8 +253,8 @@ class WeightSpace:
         """Take note of a gradient with respect to the weights, at the base point."""
         self.residuals = self._certification.see(self.weights, gradient, tolerance=self.tolerance).residuals
         flat = {name for name in self.unreached.flat if name not in gradient or not bool(gradient[name].any())}
-        pairs, weights = {p.name for p in self._certification.open}, self.unreached.weights - gradient.keys()
-        self.unreached = Unreached(pairs, weights, flat)
+        pairs = {i for i, pair in enumerate(self.pairs) if pair in self._certification.open}
+        self.unreached = Unreached(pairs, self.unreached.weights - gradient.keys(), flat)
 
     # -- the model's point -----------------------------------------------------------------------------------------
 

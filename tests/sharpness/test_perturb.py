@@ -383,8 +383,8 @@ def same(one, two):
 def interrupted(run, moment, seen=None, end=False):
     """Raise KeyboardInterrupt at the given bytecode; whether it was reached.
 
-    Bytecodes are counted from the first gradient at the weights on, or from where all batches are done. ``seen`` lists the names of
-    the functions to which they belong.
+    Bytecodes are counted from the first gradient at the weights on, or from where all batches are done. ``seen`` lists
+    the names of the functions to which they belong.
     """
     seen, begun = [] if seen is None else seen, False
 

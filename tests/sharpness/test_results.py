@@ -12,7 +12,7 @@ from quotient_manifolds.symmetries import ALL, GL, PairStack, Symmetries, find, 
 from quotient_manifolds.symmetries.exchange import digest
 from quotient_manifolds.symmetries.pairs import coverage
 from sharpness import LayerShare, LayerShares
-from sharpness.direction import PARTS, NetworkParts, _layer
+from sharpness.direction import PARTS, parts_of, squares_of
 from sharpness.results import settings
 from tests.support import networks
 from tests.support.whole_networks import build, inputs, loss
@@ -188,8 +188,13 @@ def test_a_layer_called_module_keeps_its_name():
 
 
 def test_the_innermost_block_counts():
-    assert _layer("a.0.b.1.weight", ["a.0", "a.0.b.1"]) == "a.0.b.1"
-    assert _layer("a.0.c.weight", ["a.0", "a.0.b.1"]) == "a.0"
+    nn = torch.nn
+    inner = nn.ModuleDict({"attention": nn.MultiheadAttention(2, 1), "out": nn.Linear(2, 2)})
+    outer = {"attention": nn.MultiheadAttention(2, 1), "b": nn.ModuleList([nn.Linear(2, 2), inner])}
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleDict({**outer, "c": nn.Linear(2, 2)})])})
+    parts = parts_of(model, dict(model.named_parameters()), [])
+    assert parts["a.0.b.1.out.weight"].layer == "a.0.b.1"
+    assert parts["a.0.c.weight"].layer == parts["a.0.b.0.weight"].layer == "a.0"
 
 
 def test_the_table_of_shares():
@@ -204,8 +209,8 @@ def test_every_entry_belongs_to_one_part():
     model = build("vit")
     space = sharpness.WeightSpace(model, sharpness.MEASURES["adaptive"])
     found = dict.fromkeys(PARTS, 0)
-    parts = NetworkParts(model, dict(model.named_parameters()), find(model).pairs)
-    for (_, part, _), square in parts.squares(space.each(torch.ones(space.dim))).items():
+    parts = parts_of(model, dict(model.named_parameters()), find(model).pairs)
+    for (_, part, _), square in squares_of(space.each(torch.ones(space.dim)), parts).items():
         found[part] += square
     assert {part: square for part, square in found.items() if square} == {
         "Q–K": 2 * 2 * (64 + 8),
