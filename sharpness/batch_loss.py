@@ -52,6 +52,8 @@ class BatchLoss:
         Its length.
     base_error, worst_error : float or None
         Fraction of misclassified examples: at the weights, and the largest so far.
+    known : dict
+        What every result on the batch says.
     passes : int
         Number of passes.
     """
@@ -78,6 +80,7 @@ class BatchLoss:
                 f"{zero_norm(space.model) or 'check the model and loss_fn for a square root or logarithm at zero'}"
             )
         self.slope = space.norm(self.base_gradient)
+        self.known: dict[str, Any] = {"batch": index, "base_loss": self.base, "base_error": self.base_error}
 
     def forget_errors(self) -> None:
         """Count only misclassified examples at the weights, and from here on."""
@@ -88,9 +91,8 @@ class BatchLoss:
         space, gradient = self.space, dict[str, Tensor]()
         space.move_to(xi)
         if out is None:
-            with self.objective.only_values():
-                for _ in self.losses():
-                    pass
+            for _ in self.losses(graph=False):
+                pass
         else:
             with torch.enable_grad():
                 gradient = space.differentiate(self.losses())
@@ -107,12 +109,12 @@ class BatchLoss:
             space.pull_back_from_copies(gradient, xi, out)
         return value
 
-    def losses(self) -> Iterator[Tensor]:
-        """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
+    def losses(self, *, graph: bool = True) -> Iterator[Tensor]:
+        """Iterate over the losses of the pieces, with their graphs if asked; they add up to the loss of the batch."""
         self.passes += 1
         self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         for k, (weight, piece) in enumerate(self.pieces):
-            loss, wrong, counted, _ = self.objective(self.space.model, piece)
+            loss, wrong, counted, _ = self.objective(self.space.model, piece, graph=graph)
             value = float(loss.detach())
             if k == 0:
                 self._first = value

@@ -28,9 +28,10 @@ _PIECE = 2**20
 def trainable(model: nn.Module, *, whole: bool = True) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name, after a check of their devices, dtypes and entries.
 
-    Unless they must be whole, parameters may be sharded by FSDP2.
+    They must be whole, unless the caller has made sure that they are, or that FSDP2 has sharded them.
     """
-    check_whole(model, or_rows=not whole)
+    if whole:
+        check_whole(model)
     found = trained(weights_of(model))
     if not found:
         raise ValueError(

@@ -90,8 +90,8 @@ def criterion_of(model: nn.Module, objective: Objective, batches: list[Any], *, 
     """Return the criterion that gives the loss of all batches, and its gradient on the first; raise if none does."""
     found = [c for c in CRITERIA if not fisher or c.read is not _of_probabilities]
     for batch in batches:
-        with objective.only_values():
-            value = float(objective(model, batch).loss.detach())
+        value = float(objective(model, batch, graph=False).loss.detach())
+        with torch.no_grad():
             found = [c for c in found if _close(c.value(model, batch), value)]
     weights = [p for p in model.parameters() if p.requires_grad]
     for criterion in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -163,16 +163,14 @@ class Objective:
         if self.micro_batch is not None:
             object.__setattr__(self, "micro_batch", as_count("micro_batch", self.micro_batch))
 
-    def only_values(self) -> AbstractContextManager[None]:
-        """Let passes whose value alone is used build no graph, unless a user's loss may contain gradients."""
-        return torch.set_grad_enabled(self.loss_fn is not None)
-
-    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        """Run the model on a batch, or on a piece of one."""
+    def __call__(self, model: nn.Module, batch: Any, *, graph: bool = True) -> Outcome:
+        """Run the model on a batch, or on a piece of one; for its value alone without a graph."""
         if self.loss_fn is None:
-            outcome = default_loss(model, batch)
+            with nullcontext() if graph else torch.no_grad():
+                outcome = default_loss(model, batch)
         else:
-            outcome = Outcome(self.loss_fn(model, batch))
+            with nullcontext() if graph else torch.enable_grad():  # it may contain gradients
+                outcome = Outcome(self.loss_fn(model, batch))
             if not isinstance(outcome.loss, Tensor):
                 raise ValueError(f"loss_fn must return a scalar tensor, but it returned {type(outcome.loss).__name__}")
         if outcome.loss.numel() != 1:
@@ -181,8 +179,7 @@ class Objective:
 
     def value(self, model: nn.Module, batch: Any) -> float:
         """Compute the loss of a batch, piece by piece."""
-        with self.only_values():
-            return sum(w * float(self(model, part).loss.detach()) for w, part in self.pieces(model, batch))
+        return sum(w * float(self(model, part, graph=False).loss.detach()) for w, part in self.pieces(model, batch))
 
     def pieces(self, model: nn.Module, batch: Any) -> list[tuple[float, Any]]:
         """Split a batch into pieces with weights for their losses: the shares of the labels that are not ignored."""

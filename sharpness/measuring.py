@@ -41,14 +41,17 @@ def attached_space(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
     symmetries: Symmetries | None = None, *, sharded: bool,
 ) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
-    """Attach the space of a model, which the first batch helps to find, and number the batches."""
+    """Attach the space of a model, of which :func:`check_whole` tells whether it is sharded, and number the batches.
+
+    The first one helps to find the space.
+    """
     check_batches(batches)
     with torch.inference_mode(False), torch.enable_grad():
         stream = world_of(model).alike(batches) if sharded else iter(batches)
         first = next(stream, stream)  # an end is told by what no batch can be
         if first is stream:
             raise ValueError("batches is empty; pass at least one batch")
-        moving, remarks, divides = trainable(model, whole=not sharded), list[str](), measure.divides
+        moving, remarks, divides = trainable(model, whole=False), list[str](), measure.divides
         make = partial(_space_of_shards(), model) if sharded else partial(WeightSpace, model, moving=moving)
         first = to_device(first, next(iter(moving.values())).device)
         may_examine = divides and symmetries is None and not sharded
@@ -113,8 +116,7 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
     from quotient_manifolds.symmetries import find
 
     def losses(model: nn.Module, batch: Any) -> list[Tensor]:
-        with objective.only_values():
-            return [objective(model, part).loss for _, part in objective.pieces(model, batch)]
+        return [objective(model, part, graph=False).loss for _, part in objective.pieces(model, batch)]
 
     found, plain = find(model, batch, forward=losses), plain_names(model)
     classes = {plain(name): type(m).__name__ for name, m in model.named_modules() if HANDLERS.of(m) is None}

@@ -12,7 +12,7 @@ from torch import Tensor
 from quotient_manifolds.linalg import as_count
 
 from .batch_loss import BatchLoss
-from .statistic import BatchResult, known_of, random_direction, show
+from .statistic import BatchResult, random_direction, show
 
 __all__ = ["Average", "AverageResult", "Curvature", "CurvatureResult", "GradientNorm"]
 
@@ -71,7 +71,7 @@ class GradientNorm:
     ) -> tuple[BatchResult, Tensor | None]:
         """Return the length."""
         bar.update()
-        return BatchResult(**known_of(loss, rho), value=loss.slope, worst_loss=loss.base), None
+        return BatchResult(**loss.known, rho=rho, value=loss.slope, worst_loss=loss.base), None
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Curvature:
         value = operator.largest_eigenvalue(seed=self.seed)
         trace, error = operator.trace(self.num_matvecs, seed=self.seed)
         bar.update()
-        known = known_of(loss, rho)
-        return CurvatureResult(**known, value=value, worst_loss=loss.base, trace=trace, std_error=error), None
+        known = {**loss.known, "rho": rho, "worst_loss": loss.base}
+        return CurvatureResult(**known, value=value, trace=trace, std_error=error), None
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Average:
             show(bar, rho, losses)
         value = statistics.fmean(losses) - loss.base
         error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
-        known = {**known_of(loss, rho), "worst_loss": max(losses), "history": tuple(losses)}
+        known = {**loss.known, "rho": rho, "worst_loss": max(losses), "history": tuple(losses)}
         return AverageResult(**known, value=value, std_error=error), None
 
 

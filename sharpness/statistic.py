@@ -202,7 +202,7 @@ class Worst:
             point, value, gap = point.zero_(), loss.base, rho * loss.slope
             converged = flat if self.search.relative_tol else None
         result = WorstResult(
-            **known_of(loss, rho), value=value - loss.base, worst_loss=value, history=best.history, fw_gap=gap,
+            **loss.known, rho=rho, value=value - loss.base, worst_loss=value, history=best.history, fw_gap=gap,
             converged=converged, random_start=flat, distance=space.norm(point),
             num_exited_pairs=space.num_exited_pairs(point) if space.measure.geodesic == "exact" else 0,
         )  # fmt: skip
@@ -249,11 +249,6 @@ def _onto(space: WeightSpace, x: Tensor, radius: float) -> Tensor:
 
 
 # -- of all statistics -------------------------------------------------------------------------------------------------
-
-
-def known_of(loss: BatchLoss, rho: float) -> dict[str, Any]:
-    """Return what every result on a batch says."""
-    return {"batch": loss.index, "rho": rho, "base_loss": loss.base, "base_error": loss.base_error}
 
 
 def random_direction(loss: BatchLoss, seed: int, number: int) -> Tensor:
