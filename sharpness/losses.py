@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -55,8 +55,7 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
     labels = batch.get("labels") if by_name else batch[1]
     if isinstance(labels, Tensor) and 0 in labels.shape:
         raise ValueError("a batch has no labels; leave it out")
-    with _explaining(model):
-        output = default_forward(model, batch)
+    output = default_forward(model, batch)
     scores = scores_of(output)
     loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if (by_name and loss is None) or (not by_name and (scores is None or scores.shape[1:2] == (1,))):
@@ -65,15 +64,14 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
     classification = classification and (scores.dim(), labels.dim()) == (2, 1) and scores.shape[1] >= 2
     if classification and (scores.element_size() < 4 or not scores.is_floating_point()):
         rough, scores = None if loss is None else float(loss.detach()), scores.to(at_least_float32(scores.dtype))
-        with _explaining(model):
-            exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
+        exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if not by_name:
         try:
-            with _explaining(model):
-                loss = F.cross_entropy(scores, labels)
-        except Exception:
+            loss = F.cross_entropy(scores, labels)
+        except Exception as error:
             with naming(f"the labels do not fit the scores of {plain_class(model).__name__}"):
+                _explain(error, model)
                 raise
     if not classification:
         return Outcome(loss)
@@ -106,35 +104,24 @@ def scores_of(output: Any) -> Any:
     return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
 
 
-@contextmanager
-def _explaining(model: nn.Module) -> Iterator[None]:
-    """Let an IndexError say which rows an embedding lacks, or which labels are beyond the classes; others pass."""
-    try:
-        yield
-    except IndexError as error:
-        if reason := _out_of_range(error, model):
-            raise ValueError(reason) from error
-        raise
-
-
-def _out_of_range(error: IndexError, model: nn.Module) -> str | None:
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+def _explain(error: Exception, model: nn.Module) -> None:
+    """Raise what says which rows an embedding lacks, or which labels are beyond the classes, if an error means that."""
+    for frame, _ in traceback.walk_tb(error.__traceback__ if isinstance(error, IndexError) else None):
         if frame.f_code is F.cross_entropy.__code__:
             scores, labels = frame.f_locals["input"], frame.f_locals["target"]
             found = labels[labels != IGNORED]
-            return (
+            raise ValueError(
                 f"the labels go from {int(found.min())} to {int(found.max())}, but the classes of "
                 f"{plain_class(model).__name__} from 0 to {scores.shape[1] - 1}; number them so ({IGNORED} marks "
                 "labels that do not count)"
-            )
+            ) from error
         if frame.f_code is F.embedding.__code__:
             ids, table = frame.f_locals["input"], frame.f_locals["weight"]
             path = next((name for name, p in model.named_parameters() if p is table), "an embedding")
-            return (
+            raise ValueError(
                 f"rows {int(ids.min())} to {int(ids.max())} of {path} are asked for, but {plain_class(model).__name__} "
                 f"has {len(table)} of them; use its own tokenizer, and inputs that are no longer than it has positions"
-            )
-    return None
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -166,8 +153,12 @@ class Objective:
     def __call__(self, model: nn.Module, batch: Any, *, graph: bool = True) -> Outcome:
         """Run the model on a batch, or on a piece of one; for its value alone without a graph."""
         if self.loss_fn is None:
-            with nullcontext() if graph else torch.no_grad():
-                outcome = default_loss(model, batch)
+            try:
+                with nullcontext() if graph else torch.no_grad():
+                    outcome = default_loss(model, batch)
+            except IndexError as error:
+                _explain(error, model)
+                raise
         else:
             with nullcontext() if graph else torch.enable_grad():  # it may contain gradients
                 outcome = Outcome(self.loss_fn(model, batch))

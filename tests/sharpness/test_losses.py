@@ -17,7 +17,7 @@ from transformers import (
 
 import sharpness
 from quotient_manifolds.symmetries import move_
-from sharpness.losses import Objective, default_loss
+from sharpness.losses import Objective
 from sharpness.study.run import _loss_and_error
 from tests.support import networks
 from tests.support.extent import share
@@ -205,18 +205,18 @@ def test_a_model_without_a_head_is_named():
     with pytest.raises(
         ValueError, match=r"Headless returned no loss .*; load a class with a head .*ForSequenceClassification"
     ):
-        default_loss(Headless(), {"x": torch.ones(2, 3), "labels": torch.zeros(2)})
+        Objective()(Headless(), {"x": torch.ones(2, 3), "labels": torch.zeros(2)})
     with pytest.raises(ValueError, match="add the labels"):
-        default_loss(Headless(), {"x": torch.ones(2, 3)})
+        Objective()(Headless(), {"x": torch.ones(2, 3)})
 
 
 def test_tuples_are_named():
     model, batch = masked_language_model()
     model.config.return_dict = False
     with pytest.raises(ValueError, match=r"BertForMaskedLM returned no loss .*; set model\.config\.return_dict = True"):
-        default_loss(model, batch)
+        Objective()(model, batch)
     model.config.return_dict = True
-    assert default_loss(model, batch).loss.isfinite()
+    assert Objective()(model, batch).loss.isfinite()
 
 
 @pytest.mark.parametrize(
@@ -228,9 +228,9 @@ def test_tuples_are_named():
 )  # fmt: skip
 def test_labels_that_do_not_fit_are_named(labels):
     with pytest.raises(ValueError, match="the labels do not fit the scores of Linear: "):
-        default_loss(nn.Linear(3, 2), (torch.randn(2, 3), labels))
+        Objective()(nn.Linear(3, 2), (torch.randn(2, 3), labels))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):  # torch's own, of another cause
-        default_loss(nn.Linear(4, 2), (torch.randn(2, 3), labels))
+        Objective()(nn.Linear(4, 2), (torch.randn(2, 3), labels))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -240,9 +240,9 @@ def test_labels_beyond_the_classes_are_named(dtype):
     for labels, said in (([3, -100, 1, 0], "from 0 to 3"), ([0, -1, 1, 0], "from -1 to 1")):
         y, words = torch.tensor(labels), f"the labels go {said}, but the classes of .* from 0 to 2; number them so"
         with pytest.raises(ValueError, match=words):
-            default_loss(model, {"input_ids": IDS, "labels": y})
+            Objective()(model, {"input_ids": IDS, "labels": y})
         with pytest.raises(ValueError, match=words):
-            default_loss(nn.Identity(), (x, y))
+            Objective()(nn.Identity(), (x, y))
 
 
 def classifier(**options):
@@ -268,7 +268,7 @@ HINTS = {
 def test_hints_say_what_is_wrong(case):
     batch, words = HINTS[case]
     with pytest.raises(ValueError, match=words):
-        default_loss(classifier(), batch)
+        Objective()(classifier(), batch)
 
 
 @pytest.mark.parametrize("kind", [IndexError, RuntimeError, ValueError])
@@ -288,7 +288,7 @@ def test_an_error_of_the_models_own_is_not_explained(kind, words):
             raise kind(words)
 
     with pytest.raises(kind) as raised:
-        default_loss(Broken(), {"input_ids": IDS, "labels": CLASSES})
+        Objective()(Broken(), {"input_ids": IDS, "labels": CLASSES})
     assert str(raised.value) == words
 
 
@@ -305,11 +305,11 @@ def test_outputs_that_are_dicts():
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
     model = Plain(True)
     for found, batch in ((Plain(False), (x, y)), (model, {"x": x, "labels": y})):
-        outcome = default_loss(found, batch)
+        outcome = Objective()(found, batch)
         torch.testing.assert_close(outcome.loss, F.cross_entropy(found.out(x), y))
         assert outcome.counted == 4
     with pytest.raises(ValueError, match=r"returned no loss for a dict with the keys \['labels', 'x'\]; load"):
-        default_loss(Plain(False), {"x": x, "labels": y})
+        Objective()(Plain(False), {"x": x, "labels": y})
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------
