@@ -73,13 +73,13 @@ class BatchLoss:
             objective.check_pieces(space.model, batch, all_of_them=index == 0)
         if any(residual > space.tolerance for residual in space.residuals.values()):
             self._check_symmetries(first)
-        if not space.agree(finite(self.base_gradient)):
+        self.slope = space.norm(self.base_gradient)
+        if not math.isfinite(self.slope) and not space.agree(finite(self.base_gradient)):  # it may have overflowed
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
                 f"{self.base:.6g}; "
                 f"{zero_norm(space.model) or 'check the model and loss_fn for a square root or logarithm at zero'}"
             )
-        self.slope = space.norm(self.base_gradient)
         self.known: dict[str, Any] = {"batch": index, "base_loss": self.base, "base_error": self.base_error}
 
     def forget_errors(self) -> None:
