@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, TypeGuard, TypeVar
@@ -197,6 +198,7 @@ def _release(claimed: list[int]) -> None:
         claimed.pop()
 
 
+@dataclass(eq=False, repr=False)
 class preserve_model_state:
     """Put a model in evaluation mode; afterwards everything in it and in torch that passes may change is as before.
 
@@ -206,8 +208,9 @@ class preserve_model_state:
     clean-up, which is then repeated.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.claimed, self.saved = model, list[int](), False
+    model: nn.Module
+    claimed: list[int] = field(default_factory=list, init=False)
+    saved: bool = field(default=False, init=False)
 
     def save(self) -> None:
         """Note everything as it is."""
