@@ -134,7 +134,7 @@ def stacks_of(
     if not pieces or any(weights[name].device.type != "cpu" for s in found[:1] for name in s.names[:1]):
         return found
     count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
-    return [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
+    return [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s.pairs), k)]
 
 
 def build_patches(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from quotient_manifolds.linalg import as_count, at_least_float32, in_double
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import Symmetries
-from quotient_manifolds.symmetries.certificate import Certification
+from quotient_manifolds.symmetries.certificate import certify
 from quotient_manifolds.weights import pointing_to, weights_of
 
 from .building import build_patches, known, stacks_of, trainable, warn_of_unknown
@@ -141,7 +141,7 @@ class GeodesicSAM(Optimizer):
         dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters.values()))
         single, pairs = build_patches(measure, parameters, dtype, stacks, {}, {})
         self._patches: list[Patch] = [*single, *pairs]
-        self.certification = Certification(stacks)
+        self._stacks, self.uncertified = stacks, {p for stack in stacks for p in stack.pairs}
         dropped = {s.name for stack in stacks for p in stack.pairs for s in p.dropped}
         self._dropped = dropped.intersection(self._names)  # these are written by no patch
         self._copies: dict[str, Tensor] = {}  # kept: to allocate memory costs more than the arithmetic
@@ -193,8 +193,8 @@ class GeodesicSAM(Optimizer):
         near = self._count % self.refresh != 0
         self._count += 1
         with torch.autocast(self._device, enabled=False):
-            if self.certification.open:
-                self.certification.see(weights, gradients).check()
+            if self.uncertified:
+                certify(self._stacks, weights, gradients, waiting=self.uncertified).check()
             for name in self._dropped:
                 copies[name].copy_(weights[name])
             self._patches = [patch.at(weights, near=near) for patch in self._patches]

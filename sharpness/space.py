@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import at_least_float32, differentiated
 from quotient_manifolds.passes import operations
 from quotient_manifolds.symmetries import SymmetricPair, Symmetries
-from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
+from quotient_manifolds.symmetries.certificate import HALF_PRECISION, certify
 from quotient_manifolds.weights import is_narrow, is_point, pointing_to, weights_of
 
 from .ascent import gram_matrix
@@ -166,8 +166,7 @@ class WeightSpace:
         least = [float(p.sigma[p.present].min()) for p in self._pair_patches if bool(p.present.any())]
         self.spectrum = min(least, default=None), sum(int((~p.present).sum()) for p in self._pair_patches)
         self.residuals: dict[SymmetricPair, float] = {}
-        self._certification = Certification([p.stack for p in self._pair_patches])
-        every = set(self.parameters)
+        self._uncertified, every = set(self.pairs), set(self.parameters)
         self.unreached = Unreached(set(range(len(self.pairs))), every, every)
         self.copies: dict[str, Tensor] = {}
         self._at: Tensor | None = None
@@ -251,9 +250,11 @@ class WeightSpace:
 
     def see(self, gradient: Mapping[str, Tensor]) -> None:
         """Take note of a gradient with respect to the weights, at the base point."""
-        self.residuals = self._certification.see(self.weights, gradient, tolerance=self.tolerance).residuals
+        stacks = (p.stack for p in self._pair_patches)
+        seen = certify(stacks, self.weights, gradient, tolerance=self.tolerance, waiting=self._uncertified)
+        self.residuals = seen.residuals
         flat = {name for name in self.unreached.flat if name not in gradient or not bool(gradient[name].any())}
-        pairs = {i for i, pair in enumerate(self.pairs) if pair in self._certification.open}
+        pairs = {i for i, pair in enumerate(self.pairs) if pair in self._uncertified}
         self.unreached = Unreached(pairs, self.unreached.weights - gradient.keys(), flat)
 
     # -- the model's point -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..symmetries.certificate import Certification
+from ..symmetries.certificate import certify
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import lora_layers
 from ..symmetries.pairs import Claim, SymmetricPair, check_pairs, coverage, stacks
@@ -198,7 +198,7 @@ class QuotientOptimizer(Optimizer):
 
     def _cover(self, weights: Tensors) -> None:
         self._store = self._store_of(weights)
-        self._certification = Certification(s.pairs for s in self._stacks)
+        self._uncertified = {p for s in self._stacks for p in s.pairs.pairs}
         # Most masks are not kept: a byte for every weight.
         masks = coverage((s.pairs for s in self._stacks), weights)
         self._covered = {name: int((~mask).sum()) for name, mask in masks.items()}
@@ -262,7 +262,7 @@ class QuotientOptimizer(Optimizer):
             s.measure(self._metric, *((False, True) if s.g.on_cpu else (s.steps % 8 == 0,)))
         if not self._is_sound(running, gradients, outside):
             return {}
-        if self.certify and self._certification.open:
+        if self.certify and self._uncertified:
             self._certify(started, weights, gradients)
         for s in started:
             s.steps += 1
@@ -284,10 +284,11 @@ class QuotientOptimizer(Optimizer):
         Some keep waiting, such as experts without tokens, and looking reads from the device.
         """
         looking = (s for s in started if s.steps & (s.steps - 1) == 0)
-        if all(self._certification.open.isdisjoint(s.pairs.pairs) for s in looking):
+        if all(self._uncertified.isdisjoint(s.pairs.pairs) for s in looking):
             return
         pairs = {name: full(weights[name]) for name in self._covered}
-        seen = self._certification.see(pairs, {name: full(g) for name, g in gradients.items() if name in pairs})
+        known = {name: full(g) for name, g in gradients.items() if name in pairs}
+        seen = certify((s.pairs for s in self._stacks), pairs, known, waiting=self._uncertified)
         if words := doubts(seen):
             self._warn_once("certificate", words)
 

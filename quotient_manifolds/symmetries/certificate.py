@@ -188,7 +188,7 @@ def orbit_residuals(stack: PairStack, weights: Mapping[str, Tensor], gradients: 
     if h > PROBES:
         real = torch.empty(0, dtype=torch.float64, device="cpu")
         probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
-    one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
+    one, two = (probe.new_zeros(stack.shape[0], *like.shape[1:-2], *probe.shape) for _ in range(2))
     for run in stack.runs:
         if run.slot.name in gradients:
             both = (run.slot.read(weights), run.slot.read(gradients))
@@ -207,6 +207,7 @@ def certify(
     gradients: Mapping[str, Tensor],
     *,
     tolerance: float = HALF_PRECISION,
+    waiting: set[SymmetricPair] | None = None,
 ) -> Certificate:
     """Check with the gradient of a loss whether assumed symmetries of the weights hold.
 
@@ -220,6 +221,8 @@ def certify(
     tolerance : float
         Residuals up to this count as rounding. The default is for half precision, because a float32 gradient does not
         show whether half precision was used; 1e-4 is enough for one that was computed in float32.
+    waiting : set of SymmetricPair, optional
+        The pairs that had no gradient yet: stacks of others are left out, and those that have one now are removed.
 
     Returns
     -------
@@ -236,10 +239,13 @@ def certify(
     >>> certify(stacks(find(layer).pairs, weights), weights, gradients, tolerance=1e-4).failures
     ()
     """
+    looked = [s for s in found if waiting is None or not waiting.isdisjoint(s.pairs)]
     all_residuals = [
-        pr for s in found for pr in zip(s.pairs, orbit_residuals(s, weights, gradients).tolist(), strict=True)
+        pr for s in looked for pr in zip(s.pairs, orbit_residuals(s, weights, gradients).tolist(), strict=True)
     ]
     unreached = tuple(p for p, r in all_residuals if math.isnan(r))
+    if waiting is not None:
+        waiting.intersection_update(unreached)
     return Certificate({p: r for p, r in all_residuals if not math.isnan(r)}, unreached, tolerance)
 
 
@@ -334,24 +340,3 @@ def broken(
 
     with ExitStack() as passed:
         return failing(list(layers.values()), passed)
-
-
-class Certification:
-    """What gradients have said about pairs so far; each pair is checked until its gradient is not zero.
-
-    Attributes
-    ----------
-    open : set of SymmetricPair
-        The pairs that have had no gradient yet.
-    """
-
-    def __init__(self, found: Iterable[PairStack]) -> None:
-        self._stacks = list(found)
-        self.open = {p for s in self._stacks for p in s.pairs}
-
-    def see(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], **options: Any) -> Certificate:
-        """Check the pairs that are not certified yet with new gradients; options are those of :func:`certify`."""
-        self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
-        found = certify(self._stacks, weights, gradients, **options)
-        self.open &= set(found.unreached)
-        return found

@@ -244,7 +244,7 @@ def canonicalize_(model: nn.Module, symmetries: Symmetries | None = None) -> Sym
     for stack in stacks([p for p in symmetries.pairs if not any(own[name].is_meta for name in p.names)], own):
         x, present = stack.canonical(stack.gather(own))
         stack.scatter_(x, own)
-        full |= dict(zip(stack.pairs, present.reshape(len(stack), -1).all(1).tolist(), strict=True))
+        full |= dict(zip(stack.pairs, present.reshape(stack.shape[0], -1).all(1).tolist(), strict=True))
     state.update(own)
     write_values(weights, {name: value.to(weights[name].dtype) for name, value in state.items()})
     left = tuple(refused(p, Cause.DEFICIENT) for p in symmetries.pairs if not full.get(p))

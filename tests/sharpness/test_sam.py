@@ -590,11 +590,11 @@ def test_certification_outlives_a_gradient_that_overflowed_and_a_copy():
     for p in model.parameters():
         p.grad.fill_(torch.inf)
     with sam.perturbed():
-        assert sam.certification.open
+        assert sam.uncertified
     model.zero_grad()
     loss_of(model, batch).backward()
     with sam.perturbed():
-        assert not sam.certification.open
+        assert not sam.uncertified
     twin = copy.deepcopy(sam)
     assert twin.base_optimizer.certify is False
 
@@ -625,7 +625,7 @@ def test_attention_that_only_a_batch_could_tell_is_said_with_what_to_do():
     base = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.warns(UserWarning, match=r"symmetries of Unknown, .* pass symmetries=find\(model, b"):
         sam = GeodesicSAM(model, base, rho=0.1)
-    assert not sam.certification.open
+    assert not sam.uncertified
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sam = GeodesicSAM(model, base, rho=0.1, symmetries=find(model, x))
@@ -635,7 +635,7 @@ def test_attention_that_only_a_batch_could_tell_is_said_with_what_to_do():
         model[0].requires_grad_(False)
         model.append(nn.Linear(8, 8))
         GeodesicSAM(model, torch.optim.SGD(model[1].parameters(), 0.1), rho=0.1)
-    assert len(sam.certification.open) == 4
+    assert len(sam.uncertified) == 4
 
 
 @pytest.mark.parametrize("measure", ["geodesic-inv", "euclidean"])
