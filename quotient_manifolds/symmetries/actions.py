@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class State(dict[str, Tensor]):
     >>> layer = torch.nn.Linear(2, 3)
     >>> state, first = State(dict(layer.named_parameters())), slot(layer, "weight", slice(1))
     >>> state.write(first, torch.zeros(1, 2))
-    >>> float(state.read(first).norm()), bool(layer.weight[0].any())
+    >>> float(first.read(state).norm()), bool(layer.weight[0].any())
     (0.0, True)
     """
 
@@ -35,10 +36,6 @@ class State(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         return in_double(self.weights[name].detach())
 
-    def read(self, slot: Slot) -> Tensor:
-        """Return the numbers of a slot, (rows, columns)."""
-        return slot.read(self)
-
     def write(self, slot: Slot, rows: Tensor) -> None:
         """Change the numbers of a slot, differentiably."""
         value = weight_of(slot, self).clone(memory_format=torch.contiguous_format)
@@ -47,7 +44,16 @@ class State(dict[str, Tensor]):
 
     def add(self, slot: Slot, change: Tensor) -> None:
         """Add something that broadcasts to a slot's shape."""
-        self.write(slot, self.read(slot) + change)
+        self.write(slot, slot.read(self) + change)
+
+
+class Places(NamedTuple):
+    """The slots of an action: what moves, and besides it, what says how far, and what must have no other place."""
+
+    moving: tuple[Slot, ...]
+    read: tuple[Slot, ...] = ()
+    constant: tuple[Slot, ...] = ()  # which of them have a fixed value once the symmetry is folded
+    alone: tuple[Slot, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,16 @@ class Action(ABC):
         The kind of symmetry, and its place in the network.
     after : tuple of str
         The labels of those before it without which it does not hold: it is left out where one of them is.
+    slots, needed : tuple of Slot
+        What moves; and with it, what says how far.
+    alone : tuple of Slot
+        What must have no other place in the network.
+    constant : tuple of Slot
+        What has a fixed value once the symmetry is folded.
+    names : tuple of str
+        Names of the weights that move, each once.
+    label : str
+        Kind and place, by which ``after`` names it: no other symmetry of a network has the same.
 
     Examples
     --------
@@ -74,31 +90,22 @@ class Action(ABC):
     name: str
     _: KW_ONLY
     after: tuple[str, ...] = field(default=(), repr=False)
+    slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
+    needed: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
+    alone: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
+    constant: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    label: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def label(self) -> str:
-        """Kind and place, by which ``after`` names it: no other symmetry of a network has the same."""
-        return f"{self.kind}: {self.name}"
+    def __post_init__(self) -> None:
+        slots, read, constant, alone = self.places()
+        names, label = tuple(dict.fromkeys(s.name for s in slots)), f"{self.kind}: {self.name}"
+        vars(self).update(slots=slots, needed=slots + read, alone=slots + alone, constant=constant)
+        vars(self).update(names=names, label=label)
 
-    @property
     @abstractmethod
-    def slots(self) -> tuple[Slot, ...]:
-        """What moves."""
-
-    @property
-    def needed(self) -> tuple[Slot, ...]:
-        """What moves, and what says how far."""
-        return self.slots
-
-    @property
-    def alone(self) -> tuple[Slot, ...]:
-        """What must have no other place in the network."""
-        return self.slots
-
-    @property
-    def constant(self) -> tuple[Slot, ...]:
-        """What has a fixed value once the symmetry is folded."""
-        return ()
+    def places(self) -> Places:
+        """Return where its slots lie."""
 
     @property
     @abstractmethod
@@ -110,11 +117,6 @@ class Action(ABC):
         """Number of directions that are not among those of another symmetry of the list."""
         return self.shape[0]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the weights that move, each once."""
-        return tuple(dict.fromkeys(s.name for s in self.slots))
-
     def among(self, others: Collection[Action]) -> Action:
         """Return the same symmetry for where only some of the others are left."""
         return self
@@ -125,7 +127,7 @@ class Action(ABC):
 
     @abstractmethod
     def element(self, state: State) -> Tensor:
-        """Return what :meth:`apply_` takes to go to the one point of the orbit that all equivalent weights share."""
+        """Return how far to go to the one point of the orbit that all equivalent weights share; :meth:`apply_` does."""
 
     def apply_(self, state: State, element: Tensor) -> None:
         """Move weights by an element, those from which it was computed or others."""
@@ -137,4 +139,4 @@ class Action(ABC):
 
     def fold_(self, state: State) -> None:
         """Go to that point."""
-        self.apply_(state, self.element(state))
+        self.act_(state, self.element(state))

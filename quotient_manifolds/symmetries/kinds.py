@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .actions import Action, State
+from .actions import Action, Places, State
 from .slots import Slot
 
 
@@ -25,13 +25,8 @@ class Scale(Action):
     against: tuple[Slot, ...]
     offset: float = 0.0
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (self.unit, *self.alike, *self.against)
-
-    @property
-    def constant(self) -> tuple[Slot, ...]:
-        return (self.unit,)
+    def places(self) -> Places:
+        return Places((self.unit, *self.alike, *self.against), constant=(self.unit,))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,25 +36,25 @@ class Scale(Action):
         self._divide(state, torch.exp(-t))
 
     def element(self, state: State) -> Tensor:
-        return state.read(self.unit)[0] + self.offset
+        return self.unit.read(state)[0] + self.offset
 
     def inverse(self, element: Tensor) -> Tensor:
         return torch.where(element == 0, 1, 1 / element)
 
     def fold_(self, state: State) -> None:
-        super().fold_(state)
-        state.write(self.unit, torch.ones_like(state.read(self.unit)) - self.offset)
+        self.apply_(state, self.element(state))
+        state.write(self.unit, torch.ones_like(self.unit.read(state)) - self.offset)
 
     def apply_(self, state: State, element: Tensor) -> None:
         self._divide(state, element)
 
     def _divide(self, state: State, r: Tensor) -> None:
         safe = torch.where(r == 0, torch.ones_like(r), r)
-        state.write(self.unit, (state.read(self.unit) + self.offset) / safe - self.offset)
+        state.write(self.unit, (self.unit.read(state) + self.offset) / safe - self.offset)
         for rows in self.alike:
-            state.write(rows, state.read(rows) / safe)
+            state.write(rows, rows.read(state) / safe)
         for rows in self.against:
-            state.write(rows, state.read(rows) * r)
+            state.write(rows, rows.read(state) * r)
 
 
 @dataclass(frozen=True)
@@ -69,9 +64,8 @@ class Centring(Action):
     vectors: tuple[Slot, ...]
     shared: tuple[Action, ...] = field(default=(), repr=False)  # each of them has one of its directions too
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return self.vectors
+    def places(self) -> Places:
+        return Places(self.vectors)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,7 +83,7 @@ class Centring(Action):
             state.add(rows, c[:, None])
 
     def element(self, state: State) -> Tensor:
-        return -torch.cat([state.read(rows).mean(1) for rows in self.vectors])
+        return -torch.cat([rows.read(state).mean(1) for rows in self.vectors])
 
 
 @dataclass(frozen=True)
@@ -100,16 +94,11 @@ class Exchange(Action):
     targets: tuple[Slot, ...]
     shared: tuple[Action, ...] = field(default=(), repr=False)  # those that have the direction along 1 too
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (*self.source, *self.targets)
-
-    @property
-    def constant(self) -> tuple[Slot, ...]:
-        """A single row that is a whole weight."""
+    def places(self) -> Places:
+        """Of the source, a single row that is a whole weight is constant."""
         first, *more = self.source
         alone = not more and first.size[0] == 1 and math.prod(first.shape) == first.size[1]
-        return self.source if alone else ()
+        return Places((*self.source, *self.targets), constant=self.source if alone else ())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,7 +118,7 @@ class Exchange(Action):
             state.add(rows, -t)
 
     def element(self, state: State) -> Tensor:
-        return -torch.cat([state.read(rows) for rows in self.source]).mean(0)
+        return -torch.cat([rows.read(state) for rows in self.source]).mean(0)
 
 
 @dataclass(frozen=True)
@@ -138,19 +127,18 @@ class Length(Action):
 
     rows: Slot
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (self.rows,)
+    def places(self) -> Places:
+        return Places((self.rows,))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.rows.size[0],)
 
     def act_(self, state: State, t: Tensor) -> None:
-        state.write(self.rows, torch.einsum("i,i...->i...", torch.exp(t), state.read(self.rows)))
+        state.write(self.rows, torch.einsum("i,i...->i...", torch.exp(t), self.rows.read(state)))
 
     def element(self, state: State) -> Tensor:
-        length = torch.linalg.vector_norm(state.read(self.rows).reshape(self.rows.size[0], -1), dim=1)
+        length = torch.linalg.vector_norm(self.rows.read(state).reshape(self.rows.size[0], -1), dim=1)
         return -torch.where(length == 0, 1, length).log()
 
 
@@ -164,9 +152,8 @@ class Rotation(Action):
     vectors: tuple[Slot, ...]
     centred: bool
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return self.vectors
+    def places(self) -> Places:
+        return Places(self.vectors)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -187,10 +174,10 @@ class Rotation(Action):
             skew = basis @ skew @ basis.mT
         Q = torch.linalg.matrix_exp(skew)
         for rows in self.vectors:
-            state.write(rows, state.read(rows) @ Q.mT)
+            state.write(rows, rows.read(state) @ Q.mT)
 
     def element(self, state: State) -> Tensor:
-        return state.read(self.vectors[0]).new_zeros(self.shape)
+        return self.vectors[0].read(state).new_zeros(self.shape)
 
     def fold_(self, state: State) -> None:
         """Leave the weights as they are."""

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from .actions import Action, State
+from .actions import Action, Places, State
 from .kinds import Scale
 from .slots import Slot
 from .wiring import Affine, Norm
@@ -28,14 +28,14 @@ class Gain(Scale):
     def fold_(self, state: State) -> None:
         if self.shift is not None:
             self.shift.fold_(state)
-        elif self.alike and not bool((state.read(self.unit) + self.offset != 0).all()):
+        elif self.alike and not bool((self.unit.read(state) + self.offset != 0).all()):
             raise ValueError(f"{self.name} has a gain of 0, but had none when symmetries were found; find them again")
         super().fold_(state)
 
 
 def has_zeros(norm: Norm, state: State, like: Slot) -> bool:
     """Return whether an entry of γ is zero."""
-    return not bool((norm.gamma(state, state.read(like)[0]) != 0).all())
+    return not bool((norm.gamma(state, like.read(state)[0]) != 0).all())
 
 
 def _null_input(norm: Norm, state: State, like: Tensor) -> Tensor:
@@ -48,16 +48,8 @@ def _substitute(state: State, reader: Affine, norm: Norm | None) -> tuple[Tensor
     """Return W, u and β of a reader without a bias."""
     assert norm is not None
     assert norm.shift is not None
-    W, beta = state.read(reader.matrix), state.read(norm.shift)[0]
+    W, beta = reader.matrix.read(state), norm.shift.read(state)[0]
     return W, _null_input(norm, state, beta), beta
-
-
-def _constant(state: State, reader: Affine, norm: Norm | None) -> Tensor:
-    """Read what a reader adds to its output: b, or what W has along u."""
-    if reader.bias is not None:
-        return state.read(reader.bias)[0]
-    W, u, beta = _substitute(state, reader, norm)
-    return (W @ u) * (u @ beta) / (u @ u)
 
 
 def _add_constant(state: State, reader: Affine, norm: Norm | None, c: Tensor) -> None:
@@ -85,18 +77,10 @@ class Shift(Action):
         """The readers that a constant has an effect on."""
         return [r for r in self.readers if r.bias is not None or not r.blind]
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        carried = () if self.carried is None else (self.carried,)
-        return (self.beta, *(r.bias or r.matrix for r in self.seeing), *carried)
-
-    @property
-    def needed(self) -> tuple[Slot, ...]:
-        return (*self.slots, *self.norm.slots, *(r.matrix for r in self.seeing))
-
-    @property
-    def constant(self) -> tuple[Slot, ...]:
-        return (self.beta,)
+    def places(self) -> Places:
+        moving = (self.beta, *(r.bias or r.matrix for r in self.seeing))
+        read = (*self.norm.slots, *(r.matrix for r in self.seeing))
+        return Places(moving if self.carried is None else (*moving, self.carried), read, constant=(self.beta,))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,18 +89,18 @@ class Shift(Action):
     def act_(self, state: State, t: Tensor) -> None:
         state.add(self.beta, t)
         for r in self.seeing:
-            _add_constant(state, r, self.norm, -(state.read(r.matrix) @ t))
+            _add_constant(state, r, self.norm, -(r.matrix.read(state) @ t))
         if self.carried is not None:
             state.add(self.carried, -t)
 
     def element(self, state: State) -> Tensor:
-        before = state.read(self.beta)[0]
+        before = self.beta.read(state)[0]
         open_ends = any(r.bias is None for r in self.seeing)
         target = self.norm.gamma(state, before) / len(before) ** 0.5 if open_ends else torch.zeros_like(before)
         return target - before
 
     def fold_(self, state: State) -> None:
-        target = state.read(self.beta)[0] + (element := self.element(state))
+        target = self.beta.read(state)[0] + (element := self.element(state))
         self.act_(state, element)
         state.write(self.beta, target)
 
@@ -128,33 +112,29 @@ class Reader(Action):
     norm: Norm
     affine: Affine
 
-    @property
-    def label(self) -> str:
-        """Kind and place, and the matrix: a norm may have several, and two may be parts of one weight."""
+    def __post_init__(self) -> None:
+        """Add the matrix to the label: a norm may have several, and two may be parts of one weight."""
+        super().__post_init__()
         matrix = self.affine.matrix
-        return f"{super().label} → {matrix.name}{f' from {matrix.offset}' if matrix.offset else ''}"
+        label = f"{self.label} → {matrix.name}{f' from {matrix.offset}' if matrix.offset else ''}"
+        vars(self).update(label=label)
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return tuple(self.affine.slots)
-
-    @property
-    def needed(self) -> tuple[Slot, ...]:
-        return (*self.slots, *self.norm.slots)
+    def places(self) -> Places:
+        return Places(tuple(self.affine.slots), tuple(self.norm.slots))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.affine.matrix.size[0],)
 
     def act_(self, state: State, t: Tensor) -> None:
-        W = state.read(self.affine.matrix)
+        W = self.affine.matrix.read(state)
         u = _null_input(self.norm, state, W[0])
         state.write(self.affine.matrix, W + torch.outer(t, u))
         if self.norm.shift is not None and self.affine.bias is not None:
-            state.add(self.affine.bias, -t * (u @ state.read(self.norm.shift)[0]))
+            state.add(self.affine.bias, -t * (u @ self.norm.shift.read(state)[0]))
 
     def element(self, state: State) -> Tensor:
-        W = state.read(self.affine.matrix)
+        W = self.affine.matrix.read(state)
         u = _null_input(self.norm, state, W[0])
         return -(W @ u) / (u @ u)
 
@@ -171,22 +151,11 @@ class HeadBias(Action):
     norm: Norm | None
     outputs: tuple[tuple[Slot, Slot], ...]
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (self.affine.bias or self.affine.matrix.transposed(), *(bias for _, bias in self.outputs))
-
-    @property
-    def needed(self) -> tuple[Slot, ...]:
-        norm = () if self.norm is None else self.norm.slots
-        return (*self.slots, *norm, *(matrix for matrix, _ in self.outputs))
-
-    @property
-    def alone(self) -> tuple[Slot, ...]:
-        return (*self.slots, *(matrix for matrix, _ in self.outputs))  # of layers that share it, one has the bias
-
-    @property
-    def constant(self) -> tuple[Slot, ...]:
-        return () if self.affine.bias is None else (self.affine.bias,)
+    def places(self) -> Places:
+        own, norm = self.affine.bias, () if self.norm is None else self.norm.slots
+        matrices = tuple(matrix for matrix, _ in self.outputs)  # alone: of layers that share one, one has the bias
+        moving = (own or self.affine.matrix.transposed(), *(bias for _, bias in self.outputs))
+        return Places(moving, (*norm, *matrices), () if own is None else (own,), alone=matrices)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,10 +164,14 @@ class HeadBias(Action):
     def act_(self, state: State, t: Tensor) -> None:
         _add_constant(state, self.affine, self.norm, t)
         for matrix, bias in self.outputs:
-            state.add(bias, -(state.read(matrix) @ t))
+            state.add(bias, -(matrix.read(state) @ t))
 
     def element(self, state: State) -> Tensor:
-        return -_constant(state, self.affine, self.norm)
+        """Return what takes b away, or what W has along u."""
+        if self.affine.bias is not None:
+            return -self.affine.bias.read(state)[0]
+        W, u, beta = _substitute(state, self.affine, self.norm)
+        return -(W @ u) * (u @ beta) / (u @ u)
 
 
 @dataclass(frozen=True)
@@ -208,9 +181,8 @@ class QKGains(Action):
     queries: Norm
     keys: Norm
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (*self.queries.slots, *self.keys.slots)
+    def places(self) -> Places:
+        return Places((*self.queries.slots, *self.keys.slots))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -219,10 +191,10 @@ class QKGains(Action):
     def act_(self, state: State, t: Tensor) -> None:
         for its, s in ((self.queries, t), (self.keys, -t)):
             (rows,) = its.slots
-            state.write(rows, (state.read(rows) + its.offset) * torch.exp(s).repeat(2) - its.offset)
+            state.write(rows, (rows.read(state) + its.offset) * torch.exp(s).repeat(2) - its.offset)
 
     def element(self, state: State) -> Tensor:
         of_q, of_k = (
-            (state.read(its.slots[0]) + its.offset).view(2, -1).norm(dim=0) for its in (self.queries, self.keys)
+            (its.slots[0].read(state) + its.offset).view(2, -1).norm(dim=0) for its in (self.queries, self.keys)
         )
         return torch.log(of_k / of_q).nan_to_num(0, 0, 0) / 2

@@ -97,7 +97,7 @@ class Norm:
 
     def gamma(self, state: State, like: Tensor) -> Tensor:
         """Read γ; without a parameter it is 1, as many as ``like`` has numbers."""
-        return torch.ones_like(like) if self.gain is None else state.read(self.gain)[0] + self.offset
+        return torch.ones_like(like) if self.gain is None else self.gain.read(state)[0] + self.offset
 
 
 @dataclass(frozen=True)

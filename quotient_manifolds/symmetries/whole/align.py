@@ -230,7 +230,7 @@ class Form:
         for rows, R in ((self.vectors, Q), (self.gains, None if Q is None or self.turns else Q.abs())):
             for s in rows:
                 if R is not None and s.name in chosen:
-                    state.write(s, turned(state.read(s), R))
+                    state.write(s, turned(s.read(state), R))
         return state
 
     def moved(self, cell: Cell, element: Element) -> State:
@@ -315,7 +315,7 @@ class _Descent:
             for into, mine, others in ((M, a.vectors, b.vectors), (N, a.gains, b.gains)):
                 for one, other in zip(mine, others, strict=True):
                     if other.name in chosen:
-                        into += (State(a.weights).read(one).mT @ state.read(other)).cpu()
+                        into += (one.read(State(a.weights)).mT @ other.read(state)).cpu()
         return replace(element, stream=rotation(M, b.centring) if free else permutation(M, N, signs=not b.centring))
 
     def better(self, cell: Cell, X: list[Tensor], Y: list[Tensor], move: Move, stream: Tensor | None) -> Move:

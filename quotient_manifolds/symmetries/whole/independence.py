@@ -138,7 +138,7 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
     state, w = State(weights), symmetries.wiring or Wiring()
     canonical_form(weights, symmetries, state=state)  # what is folded in float64 is exactly orthogonal to 1
     found = [[b for b in blocks if b.size == blocks[-1].size] for _, blocks in w.hidden]
-    layers = [_Neurons(*(state.read(b).mT.cpu() for b in (bs[0], bs[-2], bs[-1]))) for bs in found if len(bs) > 1]
+    layers = [_Neurons(*(b.read(state).mT.cpu() for b in (bs[0], bs[-2], bs[-1]))) for bs in found if len(bs) > 1]
     layers = [x for x in layers if len(x.down) > x.down.shape[1] + 1]
     if not layers:
         raise ValueError(f"no layers of more neurons than the stream is wide are known of a {type(model).__name__}")
@@ -147,7 +147,7 @@ def _read(model: nn.Module) -> tuple[list[_Neurons], Tensor]:
         return layers, torch.eye(width, dtype=torch.float64)
     inner = {s.name for _, slots in w.hidden for s in slots} | {name for p in symmetries.pairs for name in p.names}
     rows = [s for _, s in w.tables] + [s for _, a in w.writers for s in a.written if s.name not in inner]
-    return layers, torch.cat([state.read(b).cpu() for b in rows])
+    return layers, torch.cat([b.read(state).cpu() for b in rows])
 
 
 def _unexplained(x: _Neurons) -> Tensor:

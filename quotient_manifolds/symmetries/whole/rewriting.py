@@ -48,7 +48,7 @@ class _Way:
         Q, form = element.stream, self.form
         if Q is not None:
             for s, R in [(s, Q) for s in form.vectors] + [(s, Q.abs()) for s in form.gains if not form.turns]:
-                state.write(s, turned(state.read(s), R))
+                state.write(s, turned(s.read(state), R))
         for cell in self.cells:
             cell.write(cell.moved(cell.read(state), element.cells.get(cell.name)), state)
 

@@ -108,7 +108,7 @@ def test_what_is_in_the_stream_before_the_layers():
 
 def test_names():
     model = Stack()
-    assert [State(weights_of(model)).read(rows).shape for rows in table(model, NamedRows.read("words[1:3,-1:]"))] == [
+    assert [rows.read(State(weights_of(model))).shape for rows in table(model, NamedRows.read("words[1:3,-1:]"))] == [
         (2, 4),
         (1, 4),
     ]
@@ -117,7 +117,7 @@ def test_names():
     attention = nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)})
     assert affine(attention, "attn").matrix.name == "attn.in_proj_weight"
     bare = nn.ParameterDict({"proj": nn.Parameter(torch.zeros(4, 3))})
-    assert State(weights_of(bare)).read(affine(bare, "proj").matrix).shape == (3, 4)
+    assert affine(bare, "proj").matrix.read(State(weights_of(bare))).shape == (3, 4)
     assert has(model.blocks[0], "none", "down")
     assert not has(model, "none", "blocks.5")
     with pytest.raises(AttributeError, match="has none of"):

@@ -75,7 +75,7 @@ def test_equivalent_weights_meet_but_for_a_rotation(family):
     assert difference(forward(moved, batch), before) < 1e-12
     for m in (model, moved):
         canonicalize_(m, outside(m))
-    pair = [[State(weights_of(m)).read(w.matrix) for _, w in wiring_of(m).writers] for m in (model, moved)]
+    pair = [[w.matrix.read(State(weights_of(m))) for _, w in wiring_of(m).writers] for m in (model, moved)]
     assert max(difference(a, b) for a, b in zip(*pair, strict=True)) > 1e-2
     for a, b in zip(*pair, strict=True):
         torch.testing.assert_close(a.T @ a, b.T @ b, rtol=1e-8, atol=1e-9)

@@ -32,14 +32,14 @@ from tests.support.whole_networks import build, folded, forward, inputs
 def test_matrices_are_outputs_by_inputs(module, shape):
     net = nn.Sequential(module)
     a, state = affine(net, "0"), State(weights_of(net))
-    assert state.read(a.matrix).shape == shape
-    state.write(a.matrix, 2 * state.read(a.matrix))
+    assert a.matrix.read(state).shape == shape
+    state.write(a.matrix, 2 * a.matrix.read(state))
     torch.testing.assert_close(state["0.weight"], 2 * module.weight.detach().double())
     state.add(a.bias, torch.ones(2, dtype=torch.float64))
     torch.testing.assert_close(state["0.bias"], module.bias.detach().double() + 1)
     assert module.weight.shape[a.stream_dim] == 2
     assert [rows.size[1] for rows in a.written] == [2, 2]  # each row is a vector of outputs
-    torch.testing.assert_close(state.read(a.written[0]), state.read(a.matrix).T)
+    torch.testing.assert_close(a.written[0].read(state), a.matrix.read(state).T)
 
 
 def test_part_of_the_inputs():
@@ -54,7 +54,7 @@ def test_part_of_the_inputs():
 def test_part_of_the_outputs():
     net = nn.Sequential(layer := nn.Linear(2, 4))
     part, state = affine(net, "0", outputs=slice(1, 3)), State(weights_of(net))
-    state.write(part.matrix, 2 * state.read(part.matrix))
+    state.write(part.matrix, 2 * part.matrix.read(state))
     state.add(part.bias, torch.ones(2, dtype=torch.float64))
     factor, added = (torch.tensor([a, b, b, a], dtype=torch.float64) for a, b in ((1, 2), (0, 1)))
     torch.testing.assert_close(state["0.weight"], layer.weight.detach().double() * factor[:, None])
