@@ -47,14 +47,16 @@ def vector_lengths(
         return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
 
     writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
-    found = {a.matrix.name: norm(a.matrix.name, a.stream_dim) for a in writers if a.matrix.name in numbers}
-    affines = _affines(model, weights) | {r.matrix.name: r for s in wiring.sites for r in s.readers}
+    writing = {a.matrix.name: a for a in writers}
+    affines = _affines(model, weights) | {r.matrix.name: r for s in wiring.sites for r in s.readers} | writing
+    found = dict[str, Tensor]()
     for matrix, a in affines.items():
-        if matrix in found or matrix not in numbers:
+        if matrix not in numbers:
             continue
-        inputs = [d for d in range(weights[matrix].dim()) if d != a.stream_dim]
-        found[matrix] = rows = norm(matrix, *inputs)
-        if a.bias is not None:
+        outputs = int(a.matrix.stride[0] < a.matrix.stride[1])  # the dimension of the weight that runs over them
+        inputs = [d for d in range(weights[matrix].dim()) if d != outputs]
+        found[matrix] = rows = norm(matrix, *([outputs] if matrix in writing else inputs))
+        if a.bias is not None and matrix not in writing:
             added = a.bias.name
             together = inside(matrix).sum(inputs).bool() == inside(added)
             joint = torch.hypot(rows.flatten(), values(added))

@@ -176,7 +176,7 @@ def _at_canonical_form(
     assert space.form is not None
     found = space.form.symmetries
     inside_pairs = {name for pair in found.pairs for name in pair.names}  # of a sharded model perhaps a few rows
-    told = found.wired or (space.given is not None and bool(space.given.actions))  # or a user knows them
+    told = not found.unwired or (space.given is not None and bool(space.given.actions))  # or a user knows them
     if not told and not inside_pairs.issuperset(space.parameters):
         _warn(
             f"{plain_class(model).__name__}: {found.unwired}, so {measure.name} divides out "

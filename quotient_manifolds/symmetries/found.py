@@ -86,12 +86,12 @@ class Symmetries:
     @property
     def wired(self) -> bool:
         """Whether an adapter describes the network; else only heads, adapters and key biases are known."""
-        return self.wiring is not None and bool(self.wiring.sites)
+        return not self.unwired
 
     @property
     def unwired(self) -> str:
         """Why the network is not wired; empty if it is."""
-        if self.wired:
+        if self.wiring is not None and self.wiring.sites:
             return ""
         reason = self.wiring.reason if self.wiring is not None else ""
         return f"its adapter does not fit: {reason}" if reason else "no adapter describes how this network is wired"

@@ -53,27 +53,8 @@ class Cause(Enum):
         return self in (Cause.UNREACHED, Cause.UNCERTIFIED, Cause.UNNAMED, Cause.FAILED)
 
 
-class _Place:
-    """A place in a network, and slots of two factors: of a pair, or of what might have been one."""
-
-    module: str
-    kind: str
-    head: int | None
-    part: str
-    slots: tuple[Slot, ...]
-    names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """Name for messages and tables, such as ``"encoder.layer.3.attention qk head 5"``; ``module`` for your own."""
-        if self.head is None and not self.part:
-            return self.module
-        which = "" if self.head is None else f"{'expert' if self.kind == 'lora' else 'head'} {self.head}"
-        return " ".join(word for word in (self.module, self.kind, which, self.part) if word)
-
-
 @dataclass(frozen=True)
-class SymmetricPair(_Place):
+class SymmetricPair:
     """Weights (G, H) that a network sees only through s G Hᴴ.
 
     Attributes
@@ -97,6 +78,8 @@ class SymmetricPair(_Place):
         s: α/r for LoRA as it was when the pair was found, otherwise 1. Optimisers and distances count it.
     metric : {"inv", "mix", None}
         That of a point which states its own: a ``geoopt.ManifoldParameter``.
+    name : str
+        For messages and tables, such as ``"encoder.layer.3.attention qk head 5"``; ``module`` for your own.
     slots, names : tuple of Slot, tuple of str
         The slots of both factors, and the names of the weights that they lie in, each once.
     layout : tuple of (tuple of int)
@@ -134,6 +117,7 @@ class SymmetricPair(_Place):
     null: tuple[Slot, ...] = field(default=(), repr=False)
     scale: float = 1.0
     metric: str | None = None
+    name: str = field(init=False, repr=False, compare=False)
     slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     layout: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -143,6 +127,7 @@ class SymmetricPair(_Place):
 
     def __post_init__(self) -> None:
         slots = self.G + self.H
+        vars(self).update(name=_name(self))
         if not isinstance(self.group, GL) or not all(isinstance(s, Slot) for s in slots):
             raise TypeError(
                 f"pair {self.name!r} needs a group, such as GL(4), and slots, as slot(model, name) makes them"
@@ -197,7 +182,7 @@ class SymmetricPair(_Place):
 
 
 @dataclass(frozen=True)
-class Refusal(_Place):
+class Refusal:
     """What has no symmetry, or none that can be used, and why.
 
     Attributes
@@ -211,6 +196,8 @@ class Refusal(_Place):
         The weights, as far as they are known, one column for every dimension of a head.
     null : tuple of Slot
         As that of the pair that was refused.
+    name : str
+        As that of the pair.
     slots, names : tuple of Slot, tuple of str
         The slots of G and H, and the names of the weights that they lie in, each once.
 
@@ -230,12 +217,13 @@ class Refusal(_Place):
     G: tuple[Slot, ...] = field(default=(), repr=False)
     H: tuple[Slot, ...] = field(default=(), repr=False)
     null: tuple[Slot, ...] = field(default=(), repr=False)
+    name: str = field(init=False, repr=False, compare=False)
     slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         slots = self.G + self.H
-        vars(self).update(slots=slots, names=tuple(dict.fromkeys(s.name for s in slots)))
+        vars(self).update(name=_name(self), slots=slots, names=tuple(dict.fromkeys(s.name for s in slots)))
 
     @property
     def reason(self) -> str:
@@ -251,6 +239,14 @@ class Refusal(_Place):
 
 #: What is known of a place in a network.
 Claim = SymmetricPair | Refusal
+
+
+def _name(p: Claim) -> str:
+    """Name a place in a network, unless it is a user's own."""
+    if p.head is None and not p.part:
+        return p.module
+    which = "" if p.head is None else f"{'expert' if p.kind == 'lora' else 'head'} {p.head}"
+    return " ".join(word for word in (p.module, p.kind, which, p.part) if word)
 
 
 def refused(p: Claim, cause: Cause, detail: str = "") -> Refusal:

@@ -54,11 +54,6 @@ class Affine:
         return [self.matrix] if self.bias is None else [self.matrix, self.bias]
 
     @property
-    def stream_dim(self) -> int:
-        """The dimension of the weight that runs over the outputs."""
-        return int(self.matrix.stride[0] < self.matrix.stride[1])
-
-    @property
     def written(self) -> list[Slot]:
         """The vectors that the layer adds to a stream, as rows: the columns of W, and b."""
         return [self.matrix.transposed(), *self.slots[1:]]
