@@ -14,6 +14,7 @@ from ..linalg import in_double
 from .slots import Slot, weight_of
 
 
+@dataclass(eq=False, repr=False)
 class State(dict[str, Tensor]):
     """Values of weights in float64, by name; what was not changed is read from the weights, and not stored.
 
@@ -29,9 +30,7 @@ class State(dict[str, Tensor]):
     (0.0, True)
     """
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.weights = weights
+    weights: Mapping[str, Tensor]
 
     def __missing__(self, name: str) -> Tensor:
         return in_double(self.weights[name].detach())
@@ -41,10 +40,6 @@ class State(dict[str, Tensor]):
         value = weight_of(slot, self).clone(memory_format=torch.contiguous_format)
         slot.of(value).copy_(rows)
         self[slot.name] = value
-
-    def add(self, slot: Slot, change: Tensor) -> None:
-        """Add something that broadcasts to a slot's shape."""
-        self.write(slot, slot.read(self) + change)
 
 
 class Places(NamedTuple):

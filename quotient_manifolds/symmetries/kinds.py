@@ -80,7 +80,7 @@ class Centring(Action):
 
     def act_(self, state: State, t: Tensor) -> None:
         for rows, c in zip(self.vectors, t.split([rows.size[0] for rows in self.vectors]), strict=True):
-            state.add(rows, c[:, None])
+            state.write(rows, rows.read(state) + c[:, None])
 
     def element(self, state: State) -> Tensor:
         return -torch.cat([rows.read(state).mean(1) for rows in self.vectors])
@@ -113,9 +113,9 @@ class Exchange(Action):
 
     def act_(self, state: State, t: Tensor) -> None:
         for rows in self.source:
-            state.add(rows, t)
+            state.write(rows, rows.read(state) + t)
         for rows in self.targets:
-            state.add(rows, -t)
+            state.write(rows, rows.read(state) - t)
 
     def element(self, state: State) -> Tensor:
         return -torch.cat([rows.read(state) for rows in self.source]).mean(0)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -27,100 +28,107 @@ def actions_of(
     softmax.
     """
     w = Wiring(closed=False) if wiring is None else wiring
-    lists = _Lists(set() if wiring is None else w.tied(), weights)
+    lists = _Lists([], [], set() if wiring is None else w.tied(), weights)
     for name, unit, a in w.scales:
-        lists.add(Scale("layer scale", name, unit, (), tuple(a.written)))
-    gains = [lists.add_gain(site) for site in w.sites if site.norm.gain is not None]
-    shifted = [site for site in w.sites if site.norm.shift is not None and site.readers and lists.add_shift(site)]
+        _add(Scale("layer scale", name, unit, (), tuple(a.written)), lists)
+    gains = [_add_gain(site, lists) for site in w.sites if site.norm.gain is not None]
+    shifted = [site for site in w.sites if site.norm.shift is not None and site.readers and _add_shift(site, lists)]
     readers = defaultdict[str, list[Action]](list)
     for site in w.sites:
         for r in site.readers if site.norm.centring else ():
             if site.norm.shift is None or r.bias is not None or r.blind:
                 readers[r.matrix.name].append(reader := Reader("reader", site.name, site.norm, r))
-                lists.add(reader)
+                _add(reader, lists)
     for name, q, k in w.qk_norms:
-        lists.add(QKGains("q/k gains", name, q, k))
+        _add(QKGains("q/k gains", name, q, k), lists)
     for name, tables in w.score_tables:
-        lists.add(Exchange("score bias", name, tables, ()))
+        _add(Exchange("score bias", name, tables, ()), lists)
     # Without a wiring nobody vouches that attention weights sum to 1.
-    for bias_of, p in product((key_bias, value_bias) if w.sites else (key_bias,), heads):
-        if (found := bias_of(p, shifted, weights)) is not None:
-            lists.add(found)
+    for kind, p in product(("key bias", "value bias") if w.sites else ("key bias",), heads):
+        if (found := _head_bias(kind, p, shifted, weights)) is not None:
+            _add(found, lists)
     if wiring is not None:
-        lists.add_stream(w)
+        _add_stream(w, lists)
     for name, a in w.classifiers if classes else ():
         matrix, *bias = a.written
-        lists.add(Centring("classes", name, (matrix,), tuple(readers[matrix.name])))
+        _add(Centring("classes", name, (matrix,), tuple(readers[matrix.name])), lists)
         if bias:
-            lists.add(Centring("classes", f"{name} biases", (bias[0],)))
+            _add(Centring("classes", f"{name} biases", (bias[0],)), lists)
     scales = [f"layer scale: {name}" for name, *_ in w.scales]
-    if w.closed and w.sites and not w.reads_stream_raw and all(gains) and lists.has(scales):
+    if w.closed and w.sites and not w.reads_stream_raw and all(gains) and _has(lists, scales):
         # A shift lies in the stream where a frozen bias keeps it from being folded; what is folded stays.
         rows = (*w.vectors, *(s.norm.shift for s in w.sites if s.norm.shift is not None))
         after = (*scales, *(f"gain: {s.name}" for s in w.sites if s.norm.gain is not None))
-        lists.add(Rotation("rotation", "the stream", tuple(dict.fromkeys(rows)), w.centred, after=after))
+        _add(Rotation("rotation", "the stream", tuple(dict.fromkeys(rows)), w.centred, after=after), lists)
     return [a.among(lists.found) for a in lists.found], lists.refused
 
 
-class _Lists:
-    """The symmetries that were found, and those that were refused."""
+class _Lists(NamedTuple):
+    """The symmetries that were found so far, those that were refused, and what tells."""
 
-    def __init__(self, tied: set[str], weights: Mapping[str, Tensor]) -> None:
-        self.found, self.refused = list[Action](), list[Refusal]()
-        self._tied, self._weights = tied, weights
+    found: list[Action]
+    refused: list[Refusal]
+    tied: set[str]
+    weights: Mapping[str, Tensor]
 
-    def add(self, a: Action, detail: str = "") -> bool:
-        """List an action, or refuse it; return whether it was found."""
-        cause = Cause.BROKEN if detail else self._obstacle(a)
-        if cause is None:
-            self.found.append(a)
-        else:
-            self.refused.append(Refusal(a.name, a.kind, cause, detail, G=a.slots))
-        return cause is None
 
-    def has(self, labels: Sequence[str]) -> bool:
-        """Return whether all of some actions were found."""
-        return {a.label for a in self.found}.issuperset(labels)
+def _add(a: Action, to: _Lists, detail: str = "") -> bool:
+    """List an action, or refuse it; return whether it was found."""
+    cause = Cause.BROKEN if detail else _obstacle(a, to)
+    if cause is None:
+        to.found.append(a)
+    else:
+        to.refused.append(Refusal(a.name, a.kind, cause, detail, G=a.slots))
+    return cause is None
 
-    def _obstacle(self, a: Action) -> Cause | None:
-        if any(s.name in self._tied for s in a.alone):
-            return Cause.SHARED
-        # Weights may be computed, by pruning for example.
-        return Cause.COMPUTED if any(s.name not in self._weights for s in a.needed) else None
 
-    def add_gain(self, site: Site) -> bool:
-        """List the gain of a norm that only linear layers read; where a gain is 0, the shift must be folded first."""
-        its, shift = site.norm, _shift(site)
-        if not site.readers or site.carried or its.gain is None or its.gain.name not in self._weights:
-            return False
-        waits = shift is not None and has_zeros(its, State(self._weights), its.gain)
-        if waits and shift is not None and self._obstacle(shift):
-            return False
-        readers = tuple(r.matrix for r in site.readers)
-        after = (shift.label,) if waits and shift is not None else ()
-        its_shift = shift if waits else None
-        unit, alike = its.gain, tuple(its.slots[1:])
-        return self.add(Gain("gain", site.name, unit, alike, readers, its.offset, shift=its_shift, after=after))
+def _obstacle(a: Action, to: _Lists) -> Cause | None:
+    if any(s.name in to.tied for s in a.alone):
+        return Cause.SHARED
+    # Weights may be computed, by pruning for example.
+    return Cause.COMPUTED if any(s.name not in to.weights for s in a.needed) else None
 
-    def add_shift(self, site: Site) -> bool:
-        """List the shift of a norm."""
-        without = not site.norm.centring and any(r.bias is None and not r.blind for r in site.readers)
-        last = site.carried is not None and site.carried.bias is None
-        detail = "a reader without a bias" if without else "the next writer has no bias" if last else ""
-        shift = _shift(site)
-        return shift is not None and self.add(shift, detail)
 
-    def add_stream(self, w: Wiring) -> None:
-        """List what is added to a stream: constants that embeddings share, and the means of what norms centre."""
-        scales = {a.matrix: (f"layer scale: {name}",) for name, _, a in w.scales}
-        writers = [Centring("writer", name, tuple(a.written), after=scales.get(a.matrix, ())) for name, a in w.writers]
-        writers += [Centring("writer", name, (rows,)) for name, rows in w.tables]
-        writers = writers if w.centred and w.sites else []
-        for name, source, targets in w.common:
-            shared = tuple(a for a in writers if not {source.name, *(s.name for s in targets)}.isdisjoint(a.names))
-            self.add(Exchange("embeddings", name, (source,), targets, shared))
-        for a in writers:
-            self.add(a, "" if self.has(a.after) else "its layer scale is not folded")
+def _has(lists: _Lists, labels: Sequence[str]) -> bool:
+    """Return whether all of some actions were found."""
+    return {a.label for a in lists.found}.issuperset(labels)
+
+
+def _add_gain(site: Site, to: _Lists) -> bool:
+    """List the gain of a norm that only linear layers read; where a gain is 0, the shift must be folded first."""
+    its, shift = site.norm, _shift(site)
+    if not site.readers or site.carried or its.gain is None or its.gain.name not in to.weights:
+        return False
+    waits = shift is not None and has_zeros(its, State(to.weights), its.gain)
+    if waits and shift is not None and _obstacle(shift, to):
+        return False
+    readers = tuple(r.matrix for r in site.readers)
+    after = (shift.label,) if waits and shift is not None else ()
+    its_shift = shift if waits else None
+    unit, alike = its.gain, tuple(its.slots[1:])
+    return _add(Gain("gain", site.name, unit, alike, readers, its.offset, shift=its_shift, after=after), to)
+
+
+def _add_shift(site: Site, to: _Lists) -> bool:
+    """List the shift of a norm."""
+    without = not site.norm.centring and any(r.bias is None and not r.blind for r in site.readers)
+    last = site.carried is not None and site.carried.bias is None
+    detail = "a reader without a bias" if without else "the next writer has no bias" if last else ""
+    shift = _shift(site)
+    return shift is not None and _add(shift, to, detail)
+
+
+def _add_stream(w: Wiring, to: _Lists) -> None:
+    """List what is added to a stream: constants that embeddings share, and the means of what norms centre."""
+    scales = {a.matrix: (f"layer scale: {name}",) for name, _, a in w.scales}
+    writers = [Centring("writer", name, tuple(a.written), after=scales.get(a.matrix, ())) for name, a in w.writers]
+    writers += [Centring("writer", name, (rows,)) for name, rows in w.tables]
+    writers = writers if w.centred and w.sites else []
+    for name, source, targets in w.common:
+        shared = tuple(a for a in writers if not {source.name, *(s.name for s in targets)}.isdisjoint(a.names))
+        _add(Exchange("embeddings", name, (source,), targets, shared), to)
+    for a in writers:
+        _add(a, to, "" if _has(to, a.after) else "its layer scale is not folded")
 
 
 def _shift(site: Site) -> Shift | None:
@@ -156,35 +164,15 @@ def _normalised(module: nn.Module, name: str, dim: int) -> Slot:
     return Slot.from_view(name, whole, whole.view(1, -1) if dim == -1 else whole.movedim(dim, 0))
 
 
-def key_bias(head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
-    """Describe that of a head's keys."""
-    plain = isinstance(head, SymmetricPair) and head.kind == "qk" and not head.group.diagonal and len(head.H) == 1
-    return _head_bias("key bias", head, head.null or (head.H if plain else ()), shifted)
-
-
-def value_bias(head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
-    """Describe that of a head's values; None where values or outputs have no bias."""
-    places = [(s, *s.name.rpartition(".")) for s in head.H]
-    outputs = [(s, f"{path}{dot}bias") for s, path, dot, own in places if own == "weight"]
-    outputs = [(s, name) for s, name in outputs if name in weights]
-    plain = isinstance(head, SymmetricPair) and head.kind == "vo" and not head.group.diagonal
-    if not plain or len(outputs) < len(head.H):
-        return None
-    matrices = tuple((s, _vector(name, weights)) for s, name in outputs)
-    return _head_bias("value bias", head, head.G, shifted, matrices)
-
-
-def _vector(name: str, weights: Mapping[str, Tensor]) -> Slot:
-    """Describe a vector of weights as a row."""
-    (size,) = weights[name].shape
-    return Slot(name, (size,), 0, (1, size), (size, 1))
-
-
-def _head_bias(
-    kind: str, head: Claim, rows: Sequence[Slot], shifted: Sequence[Site],
-    outputs: tuple[tuple[Slot, Slot], ...] = (),
-) -> HeadBias | None:  # fmt: skip
-    """Move the only bias in the rows of a head, or what stands for it, against the biases of ``outputs``."""
+def _head_bias(kind: str, head: Claim, shifted: Sequence[Site], weights: Mapping[str, Tensor]) -> HeadBias | None:
+    """Describe the only bias of a head's keys, or of its values if outputs have biases too; or what stands for it."""
+    of_keys, outputs = kind == "key bias", tuple[tuple[Slot, Slot], ...]()
+    plain = isinstance(head, SymmetricPair) and head.kind == ("qk" if of_keys else "vo") and not head.group.diagonal
+    if of_keys:
+        rows = head.null or (head.H if plain and len(head.H) == 1 else ())
+    else:
+        outputs = _with_bias(head.H, weights)
+        rows = head.G if plain and len(outputs) == len(head.H) else ()
     biases = [s for s in rows if s.size[0] == 1]
     site = _reads(shifted, rows[0]) if len(rows) == 1 and not biases else None
     if len(biases) != 1 and site is None:
@@ -192,6 +180,17 @@ def _head_bias(
     own = Affine(rows[0].transposed(), biases[0] if biases else None)
     norm: Norm | None = None if site is None else site.norm
     return HeadBias(kind, head.name, own, norm, outputs, after=() if site is None else (f"shift: {site.name}",))
+
+
+def _with_bias(matrices: Sequence[Slot], weights: Mapping[str, Tensor]) -> tuple[tuple[Slot, Slot], ...]:
+    """Return the matrices of layers with a bias, each with this vector as a row."""
+    found = list[tuple[Slot, Slot]]()
+    for s in matrices:
+        path, dot, own = s.name.rpartition(".")
+        if own == "weight" and (name := f"{path}{dot}bias") in weights:
+            (size,) = weights[name].shape
+            found.append((s, Slot(name, (size,), 0, (1, size), (size, 1))))
+    return tuple(found)
 
 
 def _reads(shifted: Sequence[Site], rows: Slot) -> Site | None:

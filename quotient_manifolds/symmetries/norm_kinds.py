@@ -54,7 +54,7 @@ def _substitute(state: State, reader: Affine, norm: Norm | None) -> tuple[Tensor
 
 def _add_constant(state: State, reader: Affine, norm: Norm | None, c: Tensor) -> None:
     if reader.bias is not None:
-        state.add(reader.bias, c)
+        state.write(reader.bias, reader.bias.read(state) + c)
     elif not reader.blind:
         W, u, beta = _substitute(state, reader, norm)
         state.write(reader.matrix, W + torch.outer(c / (u @ beta), u))
@@ -87,11 +87,11 @@ class Shift(Action):
         return (self.beta.size[1],)
 
     def act_(self, state: State, t: Tensor) -> None:
-        state.add(self.beta, t)
+        state.write(self.beta, self.beta.read(state) + t)
         for r in self.seeing:
             _add_constant(state, r, self.norm, -(r.matrix.read(state) @ t))
         if self.carried is not None:
-            state.add(self.carried, -t)
+            state.write(self.carried, self.carried.read(state) - t)
 
     def element(self, state: State) -> Tensor:
         before = self.beta.read(state)[0]
@@ -131,7 +131,7 @@ class Reader(Action):
         u = _null_input(self.norm, state, W[0])
         state.write(self.affine.matrix, W + torch.outer(t, u))
         if self.norm.shift is not None and self.affine.bias is not None:
-            state.add(self.affine.bias, -t * (u @ self.norm.shift.read(state)[0]))
+            state.write(self.affine.bias, self.affine.bias.read(state) - t * (u @ self.norm.shift.read(state)[0]))
 
     def element(self, state: State) -> Tensor:
         W = self.affine.matrix.read(state)
@@ -164,7 +164,7 @@ class HeadBias(Action):
     def act_(self, state: State, t: Tensor) -> None:
         _add_constant(state, self.affine, self.norm, t)
         for matrix, bias in self.outputs:
-            state.add(bias, -(matrix.read(state) @ t))
+            state.write(bias, bias.read(state) - (matrix.read(state) @ t))
 
     def element(self, state: State) -> Tensor:
         """Return what takes b away, or what W has along u."""

@@ -53,8 +53,28 @@ class Cause(Enum):
         return self in (Cause.UNREACHED, Cause.UNCERTIFIED, Cause.UNNAMED, Cause.FAILED)
 
 
+class _Place:
+    """A place in a network, and slots of two factors: of a pair, or of what might have been one."""
+
+    module: str
+    kind: str
+    head: int | None
+    part: str
+    name: str
+    slots: tuple[Slot, ...]
+    names: tuple[str, ...]
+
+
+def _name(p: _Place) -> str:
+    """Name a place in a network, unless it is a user's own."""
+    if p.head is None and not p.part:
+        return p.module
+    which = "" if p.head is None else f"{'expert' if p.kind == 'lora' else 'head'} {p.head}"
+    return " ".join(word for word in (p.module, p.kind, which, p.part) if word)
+
+
 @dataclass(frozen=True)
-class SymmetricPair:
+class SymmetricPair(_Place):
     """Weights (G, H) that a network sees only through s G Hᴴ.
 
     Attributes
@@ -78,7 +98,7 @@ class SymmetricPair:
         s: α/r for LoRA as it was when the pair was found, otherwise 1. Optimisers and distances count it.
     metric : {"inv", "mix", None}
         That of a point which states its own: a ``geoopt.ManifoldParameter``.
-    name : str
+    name, label : str
         For messages and tables, such as ``"encoder.layer.3.attention qk head 5"``; ``module`` for your own.
     slots, names : tuple of Slot, tuple of str
         The slots of both factors, and the names of the weights that they lie in, each once.
@@ -118,6 +138,7 @@ class SymmetricPair:
     scale: float = 1.0
     metric: str | None = None
     name: str = field(init=False, repr=False, compare=False)
+    label: str = field(init=False, repr=False, compare=False)
     slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     layout: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -126,8 +147,8 @@ class SymmetricPair:
     thin: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        slots = self.G + self.H
-        vars(self).update(name=_name(self))
+        slots, name = self.G + self.H, _name(self)
+        vars(self).update(name=name, label=name, slots=slots)
         if not isinstance(self.group, GL) or not all(isinstance(s, Slot) for s in slots):
             raise TypeError(
                 f"pair {self.name!r} needs a group, such as GL(4), and slots, as slot(model, name) makes them"
@@ -148,13 +169,7 @@ class SymmetricPair:
         layout = tuple(tuple(s.size[0] for s in factor) for factor in (self.G, self.H))
         n, m = map(sum, layout)
         thin = not self.group.diagonal and self.group.h > min(n, m)
-        names = tuple(dict.fromkeys(s.name for s in slots))
-        vars(self).update(slots=slots, names=names, layout=layout, n=n, m=m, thin=thin)
-
-    @property
-    def label(self) -> str:
-        """Its name, as actions have one."""
-        return self.name
+        vars(self).update(names=tuple(dict.fromkeys(s.name for s in slots)), layout=layout, n=n, m=m, thin=thin)
 
     @property
     def dimension(self) -> int:
@@ -182,12 +197,12 @@ class SymmetricPair:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Refusal(_Place):
     """What has no symmetry, or none that can be used, and why.
 
     Attributes
     ----------
-    module, kind, head, part
+    module, kind, head, part, name
         As those of :class:`SymmetricPair`; the kind of a whole layer is ``"attention"``.
     cause : Cause
     detail : str
@@ -196,8 +211,6 @@ class Refusal:
         The weights, as far as they are known, one column for every dimension of a head.
     null : tuple of Slot
         As that of the pair that was refused.
-    name : str
-        As that of the pair.
     slots, names : tuple of Slot, tuple of str
         The slots of G and H, and the names of the weights that they lie in, each once.
 
@@ -239,14 +252,6 @@ class Refusal:
 
 #: What is known of a place in a network.
 Claim = SymmetricPair | Refusal
-
-
-def _name(p: Claim) -> str:
-    """Name a place in a network, unless it is a user's own."""
-    if p.head is None and not p.part:
-        return p.module
-    which = "" if p.head is None else f"{'expert' if p.kind == 'lora' else 'head'} {p.head}"
-    return " ".join(word for word in (p.module, p.kind, which, p.part) if word)
 
 
 def refused(p: Claim, cause: Cause, detail: str = "") -> Refusal:

@@ -35,7 +35,7 @@ def test_matrices_are_outputs_by_inputs(module, shape):
     assert a.matrix.read(state).shape == shape
     state.write(a.matrix, 2 * a.matrix.read(state))
     torch.testing.assert_close(state["0.weight"], 2 * module.weight.detach().double())
-    state.add(a.bias, torch.ones(2, dtype=torch.float64))
+    state.write(a.bias, a.bias.read(state) + torch.ones(2, dtype=torch.float64))
     torch.testing.assert_close(state["0.bias"], module.bias.detach().double() + 1)
     assert [rows.size[1] for rows in a.written] == [2, 2]  # each row is a vector of outputs
     torch.testing.assert_close(a.written[0].read(state), a.matrix.read(state).T)
@@ -54,7 +54,7 @@ def test_part_of_the_outputs():
     net = nn.Sequential(layer := nn.Linear(2, 4))
     part, state = affine(net, "0", outputs=slice(1, 3)), State(weights_of(net))
     state.write(part.matrix, 2 * part.matrix.read(state))
-    state.add(part.bias, torch.ones(2, dtype=torch.float64))
+    state.write(part.bias, part.bias.read(state) + torch.ones(2, dtype=torch.float64))
     factor, added = (torch.tensor([a, b, b, a], dtype=torch.float64) for a, b in ((1, 2), (0, 1)))
     torch.testing.assert_close(state["0.weight"], layer.weight.detach().double() * factor[:, None])
     torch.testing.assert_close(state["0.bias"], layer.bias.detach().double() + added)
@@ -63,7 +63,7 @@ def test_part_of_the_outputs():
 def test_rows_of_a_table():
     net = nn.Sequential(words := nn.Embedding(4, 3))
     state, (rows,) = State(weights_of(net)), table(net, NamedRows.read("0[1:]"))
-    state.add(rows, torch.ones(3, dtype=torch.float64))
+    state.write(rows, rows.read(state) + torch.ones(3, dtype=torch.float64))
     expected = words.weight.detach().double().clone()
     expected[1:] += 1
     torch.testing.assert_close(state["0.weight"], expected)
