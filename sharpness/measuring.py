@@ -194,7 +194,7 @@ def _at_canonical_form(
 
 def _halting(symmetries: Symmetries, moving: Collection[str]) -> set[str]:
     """Name the weights that, not moving, keep symmetries from being divided out that would move lengths of others."""
-    adapters = {name for r in symmetries.claims if r.kind == "lora" for name in r.names}
+    adapters = {name for p in (*symmetries.pairs, *symmetries.refused) if p.kind == "lora" for name in p.names}
     # The lengths of neurons go with their scale, and those of vectors do not depend on a rotation of the stream.
     halves = [
         set(r.names)

@@ -139,11 +139,9 @@ def with_wiring(
         return found
     # Beside a key that is always zero, attention weights do not sum to 1.
     zero_key = {plain(path) for path, m in model.named_modules() if getattr(m, "add_zero_attn", False)}
-    heads = [  # beside pruned queries, too, a key bias has no effect
-        p
-        for p in found.claims
-        if (isinstance(p, SymmetricPair) or p.cause is Cause.COMPUTED) and p.module not in zero_key
-    ]
+    # Beside pruned queries, too, a key bias has no effect.
+    heads: list[Claim] = [*found.pairs, *(r for r in found.refused if r.cause is Cause.COMPUTED)]
+    heads = [p for p in heads if p.module not in zero_key]
     actions, refusals = actions_of(wiring, heads, weights, classes=classes)
     lengths, shared = lengths_of(model)
     return replace(found, actions=(*actions, *lengths), refused=(*found.refused, *refusals, *shared))

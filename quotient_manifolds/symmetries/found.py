@@ -294,30 +294,26 @@ def settled(claims: Iterable[Claim], model: nn.Module, *, decided: bool = False)
 
 
 def _without_sharing(claims: Sequence[Claim], weights: Mapping[str, Tensor]) -> list[Claim]:
-    """Refuse the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
-    homes: dict[object, list[tuple[int, Slot, Tensor]]] = {}
+    """Refuse the pairs of which a number belongs to two slots, whichever parameters have it in their memory."""
+    memories: dict[object, list[tuple[int, Slot, Tensor]]] = {}
     for i, p in enumerate(claims):
         for s in p.slots if isinstance(p, SymmetricPair) else ():
             t = weights[s.name]
             # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
             if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
                 home = (p.kind == "lora", t.untyped_storage().data_ptr(), t.dtype)
-                homes.setdefault(home, []).append((i, s, t))
-    shared = {i for slots in homes.values() for i in _sharing_memory(slots)}
+                memories.setdefault(home, []).append((i, s, t))
+    shared = set[int]()
+    for slots in memories.values():
+        tensors = dict.fromkeys(t for *_, t in slots)
+        counts = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for t in tensors}  # of slots, up to two
+        for _, s, t in slots:
+            s.of(counts[t]).add_(1).clamp_(max=2)
+        first = slots[0][2]
+        size = first.untyped_storage().nbytes() // first.element_size()
+        memory = torch.zeros(size, dtype=torch.uint8, device=first.device)
+        places = {t: memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors}
+        for t, count in counts.items():
+            places[t].add_(count).clamp_(max=2)
+        shared.update(i for i, s, t in slots if bool((s.of(places[t].contiguous()) != 1).any()))
     return [refused(p, Cause.SHARED) if i in shared else p for i, p in enumerate(claims)]
-
-
-def _sharing_memory(slots: Sequence[tuple[int, Slot, Tensor]]) -> Iterator[int]:
-    """Count how many slots, up to two, each number of one memory belongs to; yield the pairs of those with two."""
-    first = slots[0][2]
-    tensors = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for t in dict.fromkeys(t for *_, t in slots)}
-    for _, s, t in slots:
-        s.of(tensors[t]).add_(1).clamp_(max=2)
-    size = first.untyped_storage().nbytes() // first.element_size()
-    memory = torch.zeros(size, dtype=torch.uint8, device=first.device)
-    places = {t: memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors}
-    for t, count in tensors.items():
-        places[t].add_(count).clamp_(max=2)
-    for i, s, t in slots:
-        if bool((s.of(places[t].contiguous()) != 1).any()):
-            yield i

@@ -1,6 +1,6 @@
 """The kinds of continuous symmetry outside the heads that scale, shift or rotate rows of weights, without a norm.
 
-One class for each kind; its fields say what moves, its methods are the formulas.
+One class for each kind; its fields are slots, ``places`` says what moves, its other methods are the formulas.
 """
 
 from __future__ import annotations
