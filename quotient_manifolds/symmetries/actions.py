@@ -18,6 +18,11 @@ from .slots import Slot, weight_of
 class State(dict[str, Tensor]):
     """Values of weights in float64, by name; what was not changed is read from the weights, and not stored.
 
+    Attributes
+    ----------
+    weights : mapping of str to Tensor
+        Those of the network, which stay as they are.
+
     Examples
     --------
     >>> import torch
