@@ -5,7 +5,6 @@ All formulas are evaluated at the canonical representative, see :mod:`quotient_m
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,6 +63,9 @@ class GLTangentSpace(TangentSpace):
     ) -> None:
         self.metric, self.x, self.present = metric, gauge.x if x is None else x, gauge.present(tolerance)
         self._gauge, self._unit, self._rows = gauge, unit, [gauge.n, gauge.x.shape[-2] - gauge.n]
+        # The row that turns coordinates into a vector in canonical gauge, and its inverse.
+        p, sigma, present = metric.scale_exponent, gauge.sigma, self.present
+        self._scales: Pair = row_power(sigma, present, p), row_power(sigma, present, -p)
         # What maps vectors at x to the canonical representative, and back; None: x is canonical.
         self._maps: tuple[Pair | None, Pair | None] = (None, None) if x is None else _maps(gauge, None)
         # The same for the representative of x/unit, and up to a number that makes it an isometry.
@@ -211,12 +213,6 @@ class GLTangentSpace(TangentSpace):
         return (G * inverse, H * inverse), (xi * row, eta * row), torch.where(self.present, sigma, 0)
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
-
-    @cached_property
-    def _scales(self) -> Pair:
-        """The row that turns coordinates into a vector in canonical gauge, and its inverse."""
-        sigma, exponent = self._gauge.sigma, self.metric.scale_exponent
-        return row_power(sigma, self.present, exponent), row_power(sigma, self.present, -exponent)
 
     def coordinates(self, u: Tensor) -> Tensor:
         r"""Return coordinates in which the metric is the identity, :math:`\|u\|_x = \|c\|_F`.

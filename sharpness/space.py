@@ -240,7 +240,8 @@ class WeightSpace:
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs whose geodesic along xi, an exact one, is shortened so that it stays on the manifold."""
-        return sum(p.num_exited_pairs(c) for p, c in self.each(xi) if isinstance(p, PairPatch))
+        parts = dict(self.each(xi))
+        return sum(p.num_exited_pairs(parts[p]) for p in self._pair_patches)
 
     def agree(self, holds: bool) -> bool:
         """Return whether something holds on every process that has a part of the model."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import cmath
 import copy
 import functools
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -303,9 +303,9 @@ class QuotientOptimizer(Optimizer):
 
     def _is_sound(self, running: Sequence[Stack], gradients: Tensors, outside: Tensors) -> bool:
         """Return whether to take the step; if not, raise on the CPU, and let nothing change elsewhere."""
-        # The norm of a gradient tells whether it is finite.
+        # The norm of a gradient, or its sum in float32 at least, tells whether it is finite.
         numbers = [s.g.sizes if s.straight else s.g.sizes / s.sound().all() for s in running]
-        total = self._store.total(numbers, outside.values(), copies=True)
+        total = self._store.total(numbers, outside.values())
         if total.device.type != HOST:
             sound = total.abs() < torch.inf
             self._skipped = self._skipped.to(sound.device) + ~sound
@@ -314,7 +314,7 @@ class QuotientOptimizer(Optimizer):
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
-        if math.isfinite(total.item()):
+        if cmath.isfinite(total.item()):
             return True
         explain(running, gradients, self._within)
 

@@ -19,7 +19,7 @@ def clipped(bound: float, running: Sequence[Stack], outside: Mapping[str, Tensor
         if store.rank == 0 or s.own != slice(None):  # every process steps a pair that is not sharded
             K_inv = s.metric.inverse_roots
             squares.append(s.g.only(trace(K_inv @ s.g.grams() @ K_inv.mH), 0).sum())
-    factor = (bound / (store.total(squares, outside.values()).sqrt() + 1e-12)).clamp_max(1.0)
+    factor = (bound / (store.total(squares, outside.values(), squares=True).sqrt() + 1e-12)).clamp_max(1.0)
     for s in running:
         torch._foreach_mul_(s.g.rows, factor.to(s.g.sizes.device, s.dtype))
     return {name: g * factor.to(g.device) for name, g in outside.items()}

@@ -131,10 +131,12 @@ class Store:
         gradients = {name: p.grad for name, p in weights.items() if p.grad is not None}
         return nullcontext((gradients, weights, gradients))
 
-    def total(self, numbers: Iterable[Tensor], gradients: Iterable[Tensor], *, copies: bool = False) -> Tensor:
-        """Sum numbers, and the squared norms of gradients, of each entry once, or every copy, in all processes."""
-        norms = [torch.linalg.vector_norm(full(g), dtype=at_least_float32(g.dtype)) for g in gradients]
-        found = [*numbers, *(wide(n).square() for n in norms)]
+    def total(self, numbers: Iterable[Tensor], gradients: Iterable[Tensor], *, squares: bool = False) -> Tensor:
+        """Sum numbers, and all entries of gradients in every copy, or the squares of each once, in all processes."""
+        found = [
+            torch.linalg.vector_norm(wide(g)).square() if squares else g.sum(dtype=at_least_float32(g.dtype))
+            for g in map(full, gradients)
+        ] + [*numbers]
         return torch.cat([n.to(found[0].device).flatten() for n in found]).sum()
 
     def whole_state(self, s: Stack) -> dict[str, Tensor]:

@@ -60,9 +60,10 @@ class ShardedPairs(Store):
         for s in (s for s in sharded if s.own == slice(None)):
             s.keep(_share(s, self.rank, self.size))
 
-    def total(self, numbers: Iterable[Tensor], gradients: Iterable[Tensor], *, copies: bool = False) -> Tensor:
-        """Sum numbers, and the squared norms of gradients, of each entry once, or every copy, in all processes."""
-        total = wide(super().total([*numbers] or [self._nothing], self._parts(gradients, copies)))  # in one dtype
+    def total(self, numbers: Iterable[Tensor], gradients: Iterable[Tensor], *, squares: bool = False) -> Tensor:
+        """Sum numbers, and all entries of gradients in every copy, or the squares of each once, in all processes."""
+        numbers, parts = [*numbers] or [self._nothing], self._parts(gradients, copies=not squares)
+        total = wide(super().total(numbers, parts, squares=squares))  # in one dtype
         dist.all_reduce(total, group=self.group)
         return total
 
@@ -71,7 +72,8 @@ class ShardedPairs(Store):
         """Lend all gradients; and weights and gradients, of which those of this process's pairs are whole."""
         gradients, whole = self._gradients(weights), self._gathered(weights, weights)
         yield gradients, whole, self._gathered(gradients, weights)
-        self._write_(whole, weights)
+        if gradients:
+            self._write_(whole, weights)
         whole.clear()  # which stacks hold
 
     def _gradients(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -91,7 +93,7 @@ class ShardedPairs(Store):
                 found[name] = torch.zeros_like(p) if some else None
         return {name: g for name, g in found.items() if g is not None}
 
-    def _parts(self, tensors: Iterable[Any], copies: bool) -> Iterator[Tensor]:
+    def _parts(self, tensors: Iterable[Any], *, copies: bool) -> Iterator[Tensor]:
         """List parts of tensors such that all processes together have each of their entries once, or every copy."""
         for t in tensors:
             ours = _over(t) in self._over

@@ -38,6 +38,8 @@ _ADDED = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "r_w_bias", "r_r_bias"
 _SHARED = ("rel_pos_h", "rel_pos_w")
 _KEYS = ("r_kernel", "seg_embed")
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d)
+#: Layers that may be projections, by their classes and by the names of these.
+_LAYERS, _BY_NAME = (nn.Linear, nn.Conv1d, nn.Conv2d), ("Conv1D", "QuantLinear")
 #: Largest head size that is tried.
 LARGEST = 512
 #: Parts of latent attention; and the projection of its queries, with that of a gate beside them in the second.
@@ -57,30 +59,23 @@ def _read(name: str, further: Collection[str] = ()) -> tuple[set[str], str | Non
     return words, "".join(c for c in "qkvo" if c in letters) or "o"
 
 
-def _weights(root: nn.Module) -> Iterator[Projection]:
-    """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices.
+def _weights(root: nn.Module, module: nn.Module, path: str = "") -> Iterator[Projection]:
+    """Iterate over possible projections in a module: linear layers, adapted ones, convolutions, and bare matrices.
 
-    Gradients and moves judge those with a forward of their own.
+    Gradients and moves judge those with a forward of their own. A child of two names has the first.
     """
-    inside = "."  # the last projection, whose parts are none
-    for path, module in root.named_modules(remove_duplicate=False):
-        if path.startswith(inside):
-            continue
-        base = getattr(module, "base_layer", module)
-        cls = type(base).__name__
-        if (
-            isinstance(base, (nn.Linear, nn.Conv1d, nn.Conv2d))
-            or cls in ("Conv1D", "QuantLinear")
-            or base is not module
-        ):
-            inside = f"{path}." if path else ""
-            yield Projection(root, path, conv1d=cls == "Conv1D")
-            continue
-        for name, p in module.named_parameters(recurse=False):
-            if p.dim() == 2 and name.endswith("weight") and name != "weight":
-                yield Projection(root, path, name, f"{name.removesuffix('weight')}bias")
-            elif p.dim() == 3 and (found := _STACKED.fullmatch(name)):
-                yield Projection(root, path, name, f"{found[1]}b{found[2]}", stacked=True)
+    base = getattr(module, "base_layer", module)
+    cls = type(base).__name__
+    if isinstance(base, _LAYERS) or cls in _BY_NAME or base is not module:
+        yield Projection(root, path, conv1d=cls == "Conv1D")
+        return
+    for name, p in module.named_parameters(recurse=False):
+        if p.dim() == 2 and name.endswith("weight") and name != "weight":
+            yield Projection(root, path, name, f"{name.removesuffix('weight')}bias")
+        elif p.dim() == 3 and (found := _STACKED.fullmatch(name)):
+            yield Projection(root, path, name, f"{found[1]}b{found[2]}", stacked=True)
+    for name, child in module.named_children():
+        yield from _weights(root, child, f"{path}.{name}".removeprefix("."))
 
 
 def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> dict[str, Projection] | None:
@@ -96,7 +91,7 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
     main: dict[str, Projection] = {}
     further: dict[str, tuple[Projection | Rows, ...]] = {}
     unnamed: list[Projection] = []
-    for found in _weights(module):
+    for found in _weights(module, module):
         name = found.path if found.weight == "weight" else found.name(found.weight)
         words, letters = _read(name, _FURTHER)
         letters = "qkv" if name.lower().endswith(_PACKED) else "k" if name.endswith("linear_pos") else letters
@@ -157,7 +152,7 @@ def _elsewhere(
 
 def holds_keys(module: nn.Module) -> bool:
     """Return whether the children of a module are named like keys, values and outputs, with or without queries."""
-    children = (p.path for p in _weights(module) if p.weight == "weight" and p.path and "." not in p.path)
+    children = (name for name, m in module.named_children() if isinstance(m, _LAYERS) or type(m).__name__ in _BY_NAME)
     return set("kvo") <= set("".join(_read(name)[1] or "" for name in children))
 
 

@@ -274,8 +274,10 @@ def wiring_of(model: nn.Module, at: str = "") -> Wiring | None:
     while type(part).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         name, part = next(part.named_children())
         at = f"{at}.{name}".removeprefix(".")
-    found = None if (adapter := _ADAPTERS.of(part)) is None else adapter(part)
-    for name, base in (("", part), *part.named_children()) if found is None else ():
+    adapter, found = _ADAPTERS.of(part), None
+    if adapter is not None:
+        found = adapter(part)
+    for name, base in (("", part), *part.named_children()) if adapter is None else ():
         headed = _BACKBONES.of(base)
         if headed is not None and plain_class(base).__module__ == plain_class(part).__module__:
             found = headed(part, name)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, GLTangentSpace, canonical_gauge, from_matrix
+from quotient_manifolds.metrics import METRICS
 from tests.support import oracle
 from tests.support.points import ALL, MANIFOLDS, carry, cases, close, metrics, two_points
 
@@ -384,3 +385,21 @@ def test_a_direction_that_is_rounding_of_the_product_is_refused(metric):
     x = torch.cat([torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64))] * 2)
     with pytest.raises(ValueError, match="nothing could move along it; use fewer columns"):
         MANIFOLDS[metric](2, 2).norm(x, x)
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+def test_a_look_without_derivatives_leaves_those_of_the_next(metric):
+    """What a space computes once follows the point, whatever is asked of it first."""
+    torch.manual_seed(0)
+    G, H = (torch.randn(n, 2, dtype=torch.float64) for n in (5, 4))
+    u, found = torch.randn(9, 2, dtype=torch.float64), []
+    for look in (False, True):
+        own = G.clone().requires_grad_()
+        space = GLTangentSpace(METRICS[metric], canonical_gauge(own, H))
+        if look:
+            with torch.no_grad():
+                space.coordinates(u)
+        (gradient,) = torch.autograd.grad(space.coordinates(u).square().sum(), own)
+        found.append(gradient)
+    assert float(found[0].norm()) > 0
+    torch.testing.assert_close(*found)

@@ -31,7 +31,7 @@ from quotient_manifolds.optim import (
     metric,
 )
 from quotient_manifolds.optim.pairs import alone, orientation, reasons
-from quotient_manifolds.optim.parameters import check_options
+from quotient_manifolds.optim.parameters import Store, check_options
 from quotient_manifolds.optim.stack import Stack
 from quotient_manifolds.symmetries import (
     GL,
@@ -762,6 +762,27 @@ def test_nan_gradients_are_an_error_and_change_nothing(kind):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     for a, b in zip(state["stacks"], optimizer.state_dict()["stacks"], strict=True):
         assert all(torch.equal(a["state"][k], b["state"][k]) for k in a["state"])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e25), (torch.float64, 1e200)])
+def test_large_gradients_outside_pairs_are_finite(dtype, size):
+    """Their squares would not be."""
+    G, H, other = (torch.nn.Parameter(torch.randn(n, 2).to(dtype)) for n in (4, 3, 40))
+    optimizer = QuotientAdam([("G", G), ("H", H), ("other", other)], [factor_pair(G, H)], 1e-3, others="SGD")
+    optimizer.certify, before = False, other.detach().clone()
+    G.grad, H.grad, other.grad = torch.randn_like(G), torch.randn_like(H), torch.full_like(other, size)
+    optimizer.step()
+    torch.testing.assert_close(other.detach(), before - 1e-3 * size)
+    other.grad[0, 0] = float("inf")
+    with pytest.raises(ValueError, match="gradient of 'other' has NaN or infinite"):
+        optimizer.step()
+
+
+def test_the_norm_of_many_gradients_is_taken_in_double_precision():
+    """In float32 that of 30 million numbers is off by a thousandth, and so would be what is clipped."""
+    numbers = torch.randn(30_000_000, generator=torch.Generator().manual_seed(0))
+    exact = float(numbers.double().square().sum())
+    assert abs(float(Store().total([], [numbers], squares=True)) / exact - 1) < 1e-12
 
 
 def test_sums_in_half_precision_do_not_overflow():

@@ -243,6 +243,18 @@ def test_layers_of_other_classes_and_names():
     assert found["q"].module is layer.project_q
 
 
+def test_a_layer_of_two_names_is_one_projection():
+    """A class may offer another library's name beside its own."""
+    layer = nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        layer.add_module(name, nn.Linear(8, 8))
+    plain = roles_of(layer)
+    layer.out_proj, layer.query = layer.o_proj, layer.q_proj
+    assert roles_of(layer) == plain
+    layer.out_proj = nn.Linear(8, 8)
+    assert roles_of(layer) is None
+
+
 def test_tensors_with_an_axis_of_heads():
     """As in Funnel: the positions' keys are (rows, heads, head size), and a row a head is added to the queries."""
     layer = Named(q=6, k=6, v=6)
