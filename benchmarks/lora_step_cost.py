@@ -97,7 +97,7 @@ def alone(name: str, params: dict[str, nn.Parameter], pairs: list[SymmetricPair]
 def peak(name: str) -> float:
     """Return what :func:`alone` prints in a process of its own, in which large blocks go back to the system at once."""
     settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
-    command = [sys.executable, *sys.argv, "--one", name]
+    command = [sys.executable, "-m", str(__spec__.name), *sys.argv[1:], "--one", name]
     found = subprocess.run(
         command, check=True, capture_output=True, text=True, env=settings, encoding="utf-8"
     ).stdout.splitlines()[-1]

@@ -108,7 +108,7 @@ def together(options: argparse.Namespace, size: int, measure: str) -> list[dict[
     # Large blocks go back to the system at once, so that the resident set is what is in use.
     settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
     settings |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", *sys.argv, "--one", "--measure", measure]
+    command = [sys.executable, "-W", "ignore", "-m", str(__spec__.name), *sys.argv[1:], "--one", "--measure", measure]
     started = [
         subprocess.Popen(
             command, env={**settings, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True, encoding="utf-8"
