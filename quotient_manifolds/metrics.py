@@ -58,12 +58,8 @@ class Metric(ABC):
     complete: ClassVar[bool]
 
     @abstractmethod
-    def weight(self, own: Gram, other: Gram) -> Tensor:
-        """Return W of the factor."""
-
-    @abstractmethod
-    def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
-        """Return W⁻¹ of the factor: a covector P is represented by the vector P W⁻¹."""
+    def weights(self, own: Gram, other: Gram) -> Pair:
+        """Return W and W⁻¹ of the factor: a covector P is represented by the vector P W⁻¹."""
 
     @abstractmethod
     def weight_slope(self, own: Gram, own_speed: Tensor, other_speed: Tensor) -> Tensor:
@@ -92,11 +88,8 @@ class _Inv(Metric):
 
     name, scale_exponent, complete = "inv", 0.5, True
 
-    def weight(self, own: Gram, other: Gram) -> Tensor:
-        return own.inverse
-
-    def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
-        return own.matrix
+    def weights(self, own: Gram, other: Gram) -> Pair:
+        return own.inverse, own.matrix
 
     def weight_slope(self, own: Gram, own_speed: Tensor, other_speed: Tensor) -> Tensor:
         return -own.inverse @ own_speed @ own.inverse
@@ -117,11 +110,8 @@ class _Mix(Metric):
 
     name, scale_exponent, complete = "mix", -0.5, False
 
-    def weight(self, own: Gram, other: Gram) -> Tensor:
-        return other.matrix
-
-    def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
-        return other.inverse
+    def weights(self, own: Gram, other: Gram) -> Pair:
+        return other.matrix, other.inverse
 
     def weight_slope(self, own: Gram, own_speed: Tensor, other_speed: Tensor) -> Tensor:
         return other_speed
@@ -153,15 +143,15 @@ class LocalMetric:
     @classmethod
     def of(cls, metric: Metric, factors: Pair, M: Gram, N: Gram) -> LocalMetric:
         """Compute the weights from Gram matrices."""
-        weights = metric.weight(M, N), metric.weight(N, M)
-        return cls(metric, factors, (M, N), weights, (metric.inverse_weight(M, N), metric.inverse_weight(N, M)))
+        (W_G, V_G), (W_H, V_H) = metric.weights(M, N), metric.weights(N, M)
+        return cls(metric, factors, (M, N), (W_G, W_H), (V_G, V_H))
 
     @classmethod
     def canonical(cls, metric: Metric, factors: Pair, sigma: Tensor, present: Tensor) -> LocalMetric:
         """Use that both Gram matrices are one and diagonal; nothing moves along absent directions."""
         dtype, inverse = factors[0].dtype, torch.where(present, 1 / sigma, 0)
         gram = Gram(torch.diag_embed(sigma).to(dtype), torch.diag_embed(inverse).to(dtype))
-        W, V = metric.weight(gram, gram), metric.inverse_weight(gram, gram)
+        W, V = metric.weights(gram, gram)
         return cls(metric, factors, (gram, gram), (W, W), (V, V))
 
     @classmethod

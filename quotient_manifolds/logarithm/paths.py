@@ -136,8 +136,7 @@ def unflat(d: Tensor, like: Path) -> Pair:
 def weights(metric: Metric, M: Tensor, N: Tensor, inverse: bool) -> Pair:
     """Return the weights of the metric, or their inverses, which are not finite for a singular Gram matrix."""
     G, H = (Gram(K, torch.linalg.inv_ex(K)[0]) for K in (M, N))
-    function = metric.inverse_weight if inverse else metric.weight
-    return function(G, H), function(H, G)
+    return metric.weights(G, H)[inverse], metric.weights(H, G)[inverse]
 
 
 def energy(path: Path) -> tuple[Tensor, Tensor]:
@@ -148,7 +147,7 @@ def energy(path: Path) -> tuple[Tensor, Tensor]:
     of_M, of_N = (Gram(K, torch.linalg.inv_ex(K)[0]) for K in (M, N))
     value, found = torch.zeros_like(path.x[:, 0, 0].real), []
     for Z, own, other, A, D in ((G, of_M, of_N, U, V), (H, of_N, of_M, V, U)):
-        W = metric.weight(own, other)
+        W, _ = metric.weights(own, other)
         value = value + (W.mT * A).real.sum((-2, -1)) @ w
         slopes = torch.cat([metric.weight_slope(own, A, D), W], 1)
         found.append(combine(torch.cat([2 * w, 2 * w]) * B.mT, Z @ slopes))
