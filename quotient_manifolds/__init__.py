@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .base import QuotientManifold, TangentSpace
-    from .gauge import Gauge, canonical_gauge, from_matrix
     from .geodesics import GeodesicExitError
-    from .manifold import GLQuotientInv, GLQuotientMix
+    from .manifold import GLQuotientInv, GLQuotientMix, from_matrix
     from .means import ConvergenceError, FrechetMean, frechet_mean
+    from .metrics import Gauge, canonical_gauge
     from .rescale import RescaleQuotient
     from .tangent import GLTangentSpace
 
@@ -37,7 +37,7 @@ __version__ = "0.2.0"
 def __getattr__(name: str) -> Any:
     """Import what only some programs use."""
     for file in (
-        (".base", ".gauge", ".geodesics", ".means", ".tangent", ".manifold", ".rescale") if name in __all__ else ()
+        (".base", ".metrics", ".geodesics", ".means", ".tangent", ".manifold", ".rescale") if name in __all__ else ()
     ):
         module = import_module(file, __name__)
         if hasattr(module, name):

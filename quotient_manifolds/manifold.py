@@ -22,19 +22,24 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from . import means
 from ._geoopt import ScalingInfo
 from .base import QuotientManifold, check_vector, in_own_precision
-from .gauge import RANK_TOLERANCE, Gauge, gauge_in_units
 from .linalg import (
+    NotFiniteError,
     as_count,
+    check_dtype,
     check_tensors,
     column_rank_ratio,
     exposed,
+    finite,
     holds,
     in_double,
+    largest,
+    own_precision,
     pack,
+    power_of_two,
     rank_tolerance,
     standard_normal,
 )
-from .metrics import INV, MIX, Metric
+from .metrics import INV, MIX, RANK_TOLERANCE, Gauge, Metric, gauge_in_units, svd
 from .tangent import GLTangentSpace
 
 _scaled = QuotientManifold.__scaling__.copy()
@@ -306,3 +311,47 @@ class GLQuotientMix(GLQuotient):
 
 
 MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
+
+
+@own_precision
+def from_matrix(X: Tensor, h: int) -> Tensor:
+    r"""Return the point whose product is the best approximation of rank h to a matrix.
+
+    .. math:: X \approx U Σ V^H, \qquad G = U Σ^{1/2},\; H = V Σ^{1/2}
+
+    Parameters
+    ----------
+    X : Tensor
+        (…, n, m), float or complex; its rank is at least h.
+    h : int
+        Rank, at most min(n, m).
+
+    Returns
+    -------
+    Tensor
+        (…, n + m, h), in canonical gauge up to column phases. No matrix of rank h is nearer in the Frobenius norm
+        (Eckart and Young 1936).
+
+    Examples
+    --------
+    Start a LoRA adapter of rank 2 from a change of the full weight:
+
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientMix, from_matrix
+    >>> x = from_matrix(torch.diag(torch.tensor([4.0, 1.0, 0.25])), 2)
+    >>> GLQuotientMix(3, 3).to_matrix(x).diagonal().abs()
+    tensor([4., 1., 0.])
+    """
+    check_tensors("from_matrix", X=X)
+    check_dtype("from_matrix", X)
+    h = as_count("from_matrix: h", h)
+    if X.dim() < 2 or not 1 <= h <= min(X.shape[-2:]):
+        raise ValueError(f"a matrix of shape {tuple(X.shape)} has no point of rank {h}")
+    if not finite(X):
+        raise NotFiniteError(f"the matrix of shape {tuple(X.shape)} has NaN or infinite entries")
+    unit = power_of_two(largest(X).sqrt())
+    U, sigma, Vh = svd(X / unit / unit)
+    sigma = sigma[..., :h]
+    if not holds(sigma[..., -1] > RANK_TOLERANCE * torch.finfo(sigma.dtype).eps * sigma[..., 0]):
+        raise ValueError(f"the matrix has rank below {h}, so it is not the product of any point of the manifold")
+    return pack(U[..., :h], Vh.mH[..., :h]) * (sigma.sqrt().unsqueeze(-2) * unit)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from . import geodesics
 from .base import TangentSpace, in_own_precision
-from .gauge import Gauge
 from .linalg import largest, power_of_two, root, row_power, standard_normal
-from .metrics import LocalMetric, Metric, Pair
+from .metrics import Gauge, LocalMetric, Metric, Pair
 
 
 @in_own_precision

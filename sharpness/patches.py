@@ -16,9 +16,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from quotient_manifolds.gauge import Gauge, gauge_of
 from quotient_manifolds.linalg import at_least_float32, in_double, standard_normal
-from quotient_manifolds.metrics import METRICS
+from quotient_manifolds.metrics import METRICS, Gauge, gauge_of
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 from quotient_manifolds.symmetries.slots import real_view
 from quotient_manifolds.tangent import GLTangentSpace

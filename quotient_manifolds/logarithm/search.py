@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..gauge import Gauge, canonical_gauge
 from ..geodesics import GeodesicExitError
 from ..linalg import polar
 from ..means import ConvergenceError
-from ..metrics import Metric, Pair
+from ..metrics import Gauge, Metric, Pair, canonical_gauge
 from ..tangent import GLTangentSpace
 from .columns import one_column
 from .minimise import Minimiser

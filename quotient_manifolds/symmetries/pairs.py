@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..gauge import canonical_gauge
+from ..metrics import canonical_gauge
 from .slots import GL, Slot, SlotStack, masks, weight_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ...gauge import canonical_gauge
 from ...linalg import choose, column_rank_ratio, polar, rank_tolerance
+from ...metrics import canonical_gauge
 from .units import Cell, Move, Part
 
 #: Gauss–Newton steps at most.
