@@ -16,7 +16,7 @@ FORKING = (
 LONG = (
     "test_docs.py", "test_logarithm.py", "test_evaluation.py", "test_manifolds.py", "test_building.py",
     "test_points.py", "test_align.py", "test_generalization.py", "test_geodesics.py", "test_nullity.py",
-    "test_optim.py", "test_fuzz.py", "test_newcomers.py", "test_examination.py", "test_registry.py",
+    "test_optim.py", "test_fuzz.py", "test_newcomers.py", "test_examination.py", "test_handlers.py",
     "test_adapters.py", "test_measures.py", "test_parameters.py", "test_testing.py", "test_packaging.py",
     "test_examples.py", "test_restricted.py", "test_perturb.py", "test_means.py", "test_compare.py", "test_sameness.py",
     "test_verdicts.py", "test_pymanopt.py", "test_trainers.py", "test_spectra.py",

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from .linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
-from .symmetries.canonical import canonical_form
 from .symmetries.discovery import ALL, find
+from .symmetries.folding import canonical_form
 from .symmetries.found import Symmetries
-from .symmetries.pairs import Cause, SymmetricPair, stacks
+from .symmetries.pairs import SymmetricPair, stacks
+from .symmetries.refusals import Cause
 from .symmetries.slots import masks
 from .symmetries.whole import Wiring, align_models
 from .weights import check_whole, weights_of

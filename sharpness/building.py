@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import finite
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, stacks
+from quotient_manifolds.symmetries.attention import unknown_attention
 from quotient_manifolds.symmetries.found import check_names, check_symmetries
 from quotient_manifolds.symmetries.pairs import coverage
-from quotient_manifolds.symmetries.registry import unknown_attention
 from quotient_manifolds.weights import check_whole, is_point, is_sharded, plain_names, trained, weights_of
 
 from .measures import Measure

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import in_double
 from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries
-from quotient_manifolds.symmetries.registry import HANDLERS, candidates
+from quotient_manifolds.symmetries.attention import HANDLERS, candidates
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from quotient_manifolds.passes import to_device
 from quotient_manifolds.symmetries import Cause, Refusal, SymmetricPair, Symmetries
+from quotient_manifolds.symmetries.attention import HANDLERS, candidates, check_coverage
 from quotient_manifolds.symmetries.lora import zero_norm
-from quotient_manifolds.symmetries.registry import HANDLERS, UnknownAttentionError, candidates, check_coverage
+from quotient_manifolds.symmetries.refusals import UnknownAttentionError
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import naming, plain_class, plain_names, weights_of
 

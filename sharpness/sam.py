@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from quotient_manifolds.linalg import as_count, at_least_float32, in_double
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import Symmetries
-from quotient_manifolds.symmetries.certificate import certify
+from quotient_manifolds.symmetries.found import certify
 from quotient_manifolds.weights import pointing_to, weights_of
 
 from .building import build_patches, known, stacks_of, trainable, warn_of_unknown

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quotient_manifolds.errors import is_mendable
 from quotient_manifolds.passes import floats, tree_map, widened
 from quotient_manifolds.symmetries import ALL, Slot, default_forward, find
-from quotient_manifolds.symmetries.certificate import change
+from quotient_manifolds.symmetries.orbits import change
 from quotient_manifolds.symmetries.whole import Alignment, align_models, independence_test
 from quotient_manifolds.weights import weights_of
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import at_least_float32, differentiated
 from quotient_manifolds.passes import operations
 from quotient_manifolds.symmetries import SymmetricPair, Symmetries
-from quotient_manifolds.symmetries.certificate import HALF_PRECISION, certify
+from quotient_manifolds.symmetries.found import HALF_PRECISION, certify
 from quotient_manifolds.weights import is_narrow, is_point, pointing_to, weights_of
 
 from .ascent import gram_matrix

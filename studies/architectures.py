@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from quotient_manifolds.symmetries import registry
+from quotient_manifolds.symmetries import attention
 from tests.quotient_manifolds.symmetries.test_examination import TABLE, check, rows
 from tests.support import zoo
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="types of transformers, names of timm, forms of open_clip")
     options = parser.parse_args()
     torch.set_default_dtype(torch.float64)
-    registry.HANDLERS.clear()
+    attention.HANDLERS.clear()
     found = rows()
     for name in options.models:
         try:

@@ -16,7 +16,7 @@ import sharpness
 from quotient_manifolds import GLQuotientInv
 from quotient_manifolds.optim import create_quotient_lora_optimizer
 from quotient_manifolds.symmetries import adapter_pairs
-from quotient_manifolds.symmetries.registry import KNOWN
+from quotient_manifolds.symmetries.attention import KNOWN
 from sharpness import demo
 from tests.support import docs_world
 from tests.support.networks import bert, quantised_bert, text

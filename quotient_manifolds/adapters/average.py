@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..linalg import as_count, at_least_float32, in_double
 from ..symmetries import PairStack, Symmetries, adapter_pairs, stacks
-from ..symmetries.canonical import write_values
+from ..symmetries.folding import write_values
 from ..weights import pointing_to, trained, weights_of
 from .products import Factors, balanced, product_svd
 

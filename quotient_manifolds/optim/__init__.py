@@ -144,8 +144,8 @@ def create_quotient_optimizer(
     """
     moving = trained(weights_of(model))
     if symmetries is None:
+        from ..symmetries.attention import unknown_attention
         from ..symmetries.discovery import find  # classes of attention, which adapters do not need
-        from ..symmetries.registry import unknown_attention
 
         symmetries = find(model).without_null()
         if names := unknown_attention(model):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..symmetries.certificate import certify
-from ..symmetries.found import Symmetries
+from ..symmetries.found import Symmetries, certify
 from ..symmetries.lora import lora_layers
-from ..symmetries.pairs import Claim, SymmetricPair, check_pairs, coverage, stacks
+from ..symmetries.pairs import SymmetricPair, check_pairs, coverage, stacks
+from ..symmetries.refusals import Claim
 from ..weights import is_sharded, trained, unwrapped, weights_of
 from .clipping import clipped
 from .metric import HOST, StepMetric

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio, finite, in_double
-from ..symmetries.certificate import Certificate, NotASymmetryError
+from ..symmetries.certificate import Certificate
 from ..symmetries.found import Symmetries
 from ..symmetries.lora import zero_norm
-from ..symmetries.pairs import Cause, Refusal, SymmetricPair, refused
+from ..symmetries.pairs import SymmetricPair
+from ..symmetries.refusals import Cause, NotASymmetryError, Refusal, refused
 from ..symmetries.slots import Slot
 from ..weights import is_sharded
 from .parameters import full

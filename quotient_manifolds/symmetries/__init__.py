@@ -4,21 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..passes import default_forward
-from .certificate import Certificate, NotASymmetryError, certify
-from .found import Symmetries
+from .certificate import Certificate
+from .found import Symmetries, certify
 from .lora import adapter_pairs, lora_pairs_by_name
 from .own import factor_pair, pair
-from .pairs import Cause, PairStack, Refusal, SymmetricPair, stacks
+from .pairs import PairStack, SymmetricPair, stacks
+from .refusals import Cause, NotASymmetryError, Refusal, UnknownAttentionError
 from .slots import GL, Slot, slot
 
 if TYPE_CHECKING:
-    from .attention import Heads, Projection, attention_pairs
-    from .canonical import CanonicalForm, canonical_form
+    from .attention import check_coverage
     from .discovery import ALL, find
     from .exchange import from_json, to_json
+    from .folding import CanonicalForm, canonical_form
+    from .handlers import attention_pairs, register_attention, skip
     from .moves import canonicalize_, move_, moved_weights, verify
     from .parameters import manifold_parameters_, plain_parameters_
-    from .registry import UnknownAttentionError, check_coverage, register_attention, skip
+    from .roles import Heads, Projection
 
 
 __all__ = [
@@ -66,7 +68,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what only some programs use: optimisers of adapters do without the classes of attention."""
-    files = (".attention", ".registry", ".discovery", ".parameters", ".exchange", ".canonical", ".moves", "..compare")
+    later = ("attention", "handlers", "roles", "discovery", "parameters", "exchange", "folding", "moves")
+    files = (*(f".{name}" for name in later), "..compare")
     for file in files if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):

@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 
 from ..weights import plain_class
+from .folding import wiring_of
 from .layout import affine, first_of, has, norm, table, wire, within
 from .notation import Layout, NamedRows, names_of
-from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring, wiring_of
+from .wiring import Affine, Site, Wiring, neurons, register_backbone, register_wiring
 
 #: What finds the wiring of a network, once this table is read.
 __all__ = ["wiring_of"]

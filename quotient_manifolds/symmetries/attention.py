@@ -1,225 +1,57 @@
-"""The pairs of multi-head attention layers: a Q–K and a V–O pair per head."""
+"""Attention layers: the pairs of their heads, handlers of classes by name, and what of a model no handler covers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from typing import Any
+import csv
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.resources import files
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .lora import is_lora, lora_factors, lora_obstacle
-from .pairs import Cause, Claim, Refusal, SymmetricPair
-from .slots import GL, PLANES, Slot, outline, slot
+from ..passes import eager, tensors
+from ..weights import ByClass, is_sharded, plain_class, plain_names, trained, weights_of
+from .found import Symmetries, check_symmetries
+from .lora import is_lora
+from .pairs import SymmetricPair
+from .refusals import Cause, Claim, Refusal, UnknownAttentionError
+from .roles import Heads, Projection, possible_heads, roles_of
+from .slots import GL, PLANES, Slot
 
-
-@dataclass(frozen=True)
-class Heads:
-    """How many heads a layer has, where they lie in its matrices, and what acts on them.
-
-    Attributes
-    ----------
-    number, kv_number : int
-        Query heads, and key/value heads where queries are grouped (0: as many): head i uses key head
-        i // (number / kv_number).
-    size : int
-        Dimension of one head (0: that of the queries' projection, divided by the number of heads).
-    group : {"GL", "half", "interleaved", "diagonal", "positive"}
-        What acts on a head: GL(h); under RoPE, by which dimensions it pairs, one non-zero complex number per frequency
-        on the leading ``rotary_size`` dimensions, and GL on the others; or one number a dimension, of any sign or only
-        positive.
-    rotary_size : int
-        Leading dimensions that RoPE rotates.
-    cause, reason : Cause, str
-        Why nothing acts on them; the reason is empty, and the cause ``Cause.BROKEN``, otherwise.
-    key_bias_null : bool
-        The key bias adds the same number to all scores of a query, so softmax ignores it (not under RoPE).
-    blocks, order
-        A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
-        every one with its share of the heads.
-    cyclic : bool
-        Query head i uses key head i modulo kv_number instead.
-    examined : bool
-        Gradients and moves decide whether projections are linear, so a subclass of ``nn.Linear`` is not refused.
-
-    Examples
-    --------
-    >>> from quotient_manifolds.symmetries import Heads
-    >>> Heads(32, 8, group="half", rotary_size=128).number
-    32
-    """
-
-    number: int
-    kv_number: int = 0
-    size: int = 0
-    group: str = "GL"
-    rotary_size: int = 0
-    cause: Cause = Cause.BROKEN
-    reason: str = ""
-    key_bias_null: bool = True
-    blocks: int = 1
-    order: str = "qkv"
-    cyclic: bool = False
-    examined: bool = False
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A matrix that is added to queries or multiplied with them: one row a head, or the same rows for all heads."""
-
-    root: nn.Module
-    name: str
-    shared: bool
-
-    def slots(self, number: int, size: int) -> list[tuple[Slot, ...]]:
-        """Return the rows of every head; none if heads have another size than the rows."""
-        heads = [slice(None) if self.shared else slice(head, head + 1) for head in range(number)]
-        found = [slot(self.root, self.name, rows) for rows in heads]
-        return [(rows,) if rows.size[1] == size else () for rows in found]
-
-
-@dataclass(frozen=True)
-class Projection:
-    """Where a query, key, value or output projection lies in an attention layer.
-
-    Attributes
-    ----------
-    root : nn.Module
-        The attention layer.
-    path : str
-        Name of the projection in it; empty if the layer itself owns the parameters.
-    weight, bias : str
-        Names of the projection's parameters; a bias that is missing or None is left out.
-    start, bias_start : int
-        First head dimension of head 0 in the weight and in the bias.
-    stride, per : int
-        Distance from one group of ``per`` heads to the next (0: the heads are consecutive).
-    conv1d : bool
-        The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
-    stacked : bool
-        The weight is (heads, in, head size), or (heads, head size, out), and the bias (heads, head size).
-    bias_path : str, optional
-        Owner of the bias, if it is another module; there the heads are consecutive.
-    further : tuple of Projection or Rows
-        Others that add to the same scores, such as those of positions: more rows of the same stack.
-    into : bool
-        It leads into head space, as those of queries, keys and values do, and not out of it.
-    letters : str
-        Those of all projections in its matrix, such as ``"qkv"``, if only :class:`Heads` say which rows are whose.
-    module, bias_owner : nn.Module
-        The owners of the weight and of the bias.
-
-    Examples
-    --------
-    One matrix with rows [q; k; v], as in vision transformers:
-
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs
-    >>> layer = nn.ModuleDict({"qkv": nn.Linear(8, 3 * 8), "proj": nn.Linear(8, 8)})
-    >>> q, k, v = (Projection(layer, "qkv", start=8 * i) for i in range(3))
-    >>> pairs = attention_pairs(Heads(2, size=4), q=q, k=k, v=v, o=Projection(layer, "proj"))
-    >>> [(p.kind, p.head, p.G[0].name) for p in pairs[:2]]
-    [('qk', 0, 'qkv.weight'), ('vo', 0, 'qkv.weight')]
-    """
-
-    root: nn.Module
-    path: str = ""
-    weight: str = "weight"
-    bias: str = "bias"
-    start: int = 0
-    bias_start: int | None = None
-    stride: int = 0
-    per: int = 1
-    conv1d: bool = False
-    stacked: bool = False
-    bias_path: str | None = None
-    further: tuple[Projection | Rows, ...] = ()
-    into: bool = True
-    letters: str = ""
-    module: Any = field(init=False, repr=False, compare=False)
-    bias_owner: Any = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        paths = (self.path, self.path if self.bias_path is None else self.bias_path)
-        # Unlike get_submodule, this finds parts of TorchScript too.
-        module, bias_owner = (attrgetter(path)(self.root) if path else self.root for path in paths)
-        vars(self).update(module=module, bias_owner=bias_owner)
-
-    def name(self, attribute: str) -> str:
-        """Return a parameter's name in the layer; peft's modules show those of the ones that they wrap."""
-        owner, path = self.module, self.path
-        if attribute == self.bias and self.bias_path is not None:
-            owner, path = self.bias_owner, self.bias_path
-        while "." not in attribute and hasattr(owner, "base_layer"):
-            owner, path = owner.base_layer, f"{path}.base_layer".removeprefix(".")
-        return f"{path}.{attribute}".removeprefix(".")
-
-    def dimensions(self) -> int:
-        """Return the total dimension of all heads."""
-        size = getattr(self.module, "out_features" if self.into else "in_features", None)
-        if self.weight == "weight" and isinstance(size, int):  # quantised weights are packed
-            return size
-        weight: torch.Tensor = getattr(self.module, self.weight)
-        if self.stacked:
-            return int(weight.shape[0] * weight.shape[2 if self.into else 1])
-        return int((weight if self.weight == "weight" else weight.flatten(1)).shape[self.into == self.conv1d])
-
-    def slots(self, number: int, size: int) -> list[tuple[Slot, ...]]:
-        """Return the rows of every head: of the weight and, into head space, of whatever adds to its output."""
-        if self.stacked:
-            found = self._of_stack(number, size)
-        else:
-            matrices = [slot(self.root, self.name(self.weight), transpose=self.into != self.conv1d)]
-            matrices += self._of_lora() if hasattr(self.module, "base_layer") else []
-            columns = [(s, self.start, self.stride) for s in matrices]
-            if self.into and getattr(self.bias_owner, self.bias, None) is not None:
-                start = self.start if self.bias_start is None else self.bias_start
-                stride = self.stride if self.bias_path is None else 0
-                columns.append((slot(self.root, self.name(self.bias)), start, stride))
-            found = []
-            for group, place in (divmod(head, self.per) for head in range(number)):
-                firsts = [start + group * (stride or size * self.per) + place * size for _, start, stride in columns]
-                found.append(tuple(s.part(first, size) for (s, *_), first in zip(columns, firsts, strict=True)))
-        for p in self.further:
-            found = [(*one, *more) for one, more in zip(found, p.slots(number, size), strict=True)]
-        return found
-
-    def _of_stack(self, number: int, size: int) -> list[tuple[Slot, ...]]:
-        """Return the rows of every head, or a part of them, where each head has its own matrix."""
-        name, bias, found = self.name(self.weight), getattr(self.bias_owner, self.bias, None), []
-        whole = outline(self.root, name)
-        for head in range(number):
-            i, start = divmod(head * size, whole.shape[2 if self.into else 1])
-            part = slice(start, start + size)
-            slots = [Slot.from_view(name, whole, whole[i][:, part] if self.into else whole[i][part].T)]
-            if self.into and bias is not None:
-                slots.append(slot(self.root, self.name(self.bias), slice(i, i + 1), part))
-            found.append(tuple(slots))
-        return found
-
-    def _of_lora(self) -> list[Slot]:
-        """Return the columns of the factors that add to the weight: with (x Aᵀ) Bᵀ + b, Bᵀ and b, or A out of heads."""
-        found = []
-        for A, B in lora_factors(self.module):
-            adapter = B.rpartition(".")[0]
-            found.append(slot(self.root, self.name(B if self.into else A), transpose=self.into))
-            if self.into and getattr(attrgetter(adapter)(self.module), "bias", None) is not None:
-                found.append(slot(self.root, self.name(f"{adapter}.bias")))
-        return found
-
-    def obstacle(self, examined: bool) -> str:
-        """Explain why the module is not linear in its weight (and LoRA's); empty if it is."""
-        cls, weight = type(self.module), getattr(self.module, self.weight, None)
-        by_peft = cls.__module__.startswith("peft.tuners.")
-        if by_peft and not is_lora(self.module):
-            return f"no known symmetry of {cls.__module__.split('.')[2]}'s {cls.__name__}"
-        if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
-            return f"quantised: the weight has dtype {str(weight.dtype).removeprefix('torch.')}"
-        if not examined and isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
-            return f"{cls.__name__} is a subclass of Linear with its own forward"
-        return lora_obstacle(self.module) if by_peft else ""
+#: Functions whose call makes a module an attention layer, if no handler covers it.
+_ATTENTION_CALLS = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+    "flex_attention",
+    "softmax",
+    "_softmax",
+    "_safe_softmax",
+}
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
+#: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
+_WEIGHT, _SCORE = 1, 2
+#: Parts of latent attention; and the projection of its queries, with that of a gate beside them in the second.
+_LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")
+_APPENDED = ("bias_k", "add_zero_attn")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_QK_NORMS = ("q_norm", "k_norm", "ln_q", "scaled_cosine")
+_INNER_NORMS = ("norm", "ln_inner")
+_QK_NORM = "queries and keys are normalised (q_norm, k_norm): no continuous symmetry"
+_INNER_NORM = "the heads' outputs are normalised before the output projection: no symmetry"
+_WRAPPED = "peft merges LoRA into this layer at every forward pass; only the adapter's own symmetry is offered"
+Handler = Callable[[nn.Module], Iterable[Claim]]
+HANDLERS = ByClass[Handler]()
 
 
 def pairs_of_roles(roles: Mapping[str, Projection], **kinds: Heads) -> list[Claim]:
@@ -283,44 +115,268 @@ def _parts_of(kind: str, heads: Heads, head: int, factors: tuple[tuple[Slot, ...
             yield Refusal("", kind, Cause.TIED, head=head, part=part)
 
 
-def attention_pairs(heads: Heads, *, q: Projection, k: Projection, v: Projection, o: Projection) -> list[Claim]:
-    r"""List the Q–K and V–O pairs of a multi-head attention layer, one of each per query head.
+class Proposal(NamedTuple):
+    """Where the heads of one kind of pairs may lie in a layer, and the pairs of heads that do."""
 
-    With the column convention q = x W_Q + b_q and biases as one more row: :math:`G = [W_Q; b_q^T]`,
-    :math:`H = [W_K; b_k^T]`, and :math:`G = [W_V; b_v^T]`, H the head's slice of :math:`W_O^T`; the group is GL(h).
+    kind: str
+    heads: Sequence[Heads]
+    pairs: Callable[[Heads], Iterable[Claim]]
+
+
+def proposals(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> list[Proposal]:
+    """List what the pairs of a layer may be; empty for a layer that is no attention, by the names in it."""
+    roles = roles_of(module, idle)
+    if roles is not None:
+        of_kind = {k: lambda heads, kind=k: pairs_of_roles(roles, **{kind: heads}) for k in ("vo", "qk")}
+        return [Proposal(kind, list(possible_heads(roles, kind)), pairs) for kind, pairs in of_kind.items()]
+    latent = all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES)
+    return list(_latent(module)) if latent else []
+
+
+def _latent(m: Any) -> Iterator[Proposal]:
+    """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
+    nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
+    source = next(a for a in _QUERIES if getattr(m, a, None) is not None)
+    v, o = Projection(m, "kv_b_proj", start=nope, stride=nope + size), Projection(m, "o_proj", into=False)
+    number = o.dimensions() // size
+    q, k = Projection(m, source, stride=Projection(m, source).dimensions() // number), replace(v, start=0)
+    turned, shared = replace(q, start=nope), Projection(m, "kv_a_proj_with_mqa", start=m.kv_lora_rank)
+
+    parts = (("vo", v, o, number, size), ("qk", turned, shared, 1, rope), ("qk", q, k, number, nope))
+    for kind, one, two, kv_number, width in parts:
+        heads = Heads(number, kv_number, width, key_bias_null=False, examined=True)
+        if width:
+            yield Proposal(kind, [heads], partial(head_pairs, kind, one=one, two=two))
+
+
+def no_pair(cause: Cause, detail: str = "") -> list[Claim]:
+    """List the one refusal of a layer as a whole."""
+    return [Refusal("", "attention", cause, detail)]
+
+
+def _rotary_size(module: Any, size: int, partial: bool) -> int:
+    """Return the number of dimensions that RoPE rotates; most classes ignore what a configuration says of a part."""
+    given = getattr(module, "rotary_ndims", None) or getattr(module, "rotary_dim", None)
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    return int(given or size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
+
+
+def _of_known_class(row: dict[str, str], module: nn.Module) -> list[Claim]:
+    """List the pairs of a module of a class of the table, with its number of heads."""
+    name, group, partly, by_head = row.values()
+    roles = roles_of(module, idle=lambda _: False)
+    cls = name.rpartition(".")[2]
+    if roles is None:
+        return no_pair(Cause.BROKEN, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
+    owners = (module, *module.children(), getattr(module, "config", None))
+    numbers = (getattr(o, name, None) for o in owners for name in _HEADS)
+    heads = next((int(n) for n in numbers if isinstance(n, Integral)), 0)
+    if not heads:
+        return no_pair(Cause.BROKEN, f"{cls} does not say how many heads it has, as {' or '.join(_HEADS)}")
+    fits: list[Heads] = []
+    for kind in ("qk", "vo"):
+        found = [p for p in possible_heads(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]
+        if not found:
+            return no_pair(Cause.BROKEN, f"the projections of {kind} do not divide into {heads} heads")
+        fits.append(found[0])
+    qk, vo = fits
+    if group in PLANES:
+        qk = replace(qk, rotary_size=_rotary_size(module, qk.size, bool(partly)))
+    parts = {name: getattr(module, name, None) for name in (*_APPENDED, *_QK_NORMS, *_INNER_NORMS, "gate")}
+    doing = {n for n, m in parts.items() if m is not None and m is not False and not isinstance(m, nn.Identity)}
+    # The key bias also multiplies the queries of positions; appended keys do not receive it.
+    null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and doing.isdisjoint(_APPENDED)
+    qk = replace(qk, group=group, reason="" if doing.isdisjoint(_QK_NORMS) else _QK_NORM, key_bias_null=null)
+    if not doing.isdisjoint(_INNER_NORMS):
+        vo = replace(vo, reason=_INNER_NORM)
+    elif "gate" in doing:  # a separate number for every dimension
+        vo = replace(vo, group="diagonal")
+    if (
+        isinstance(module, nn.MultiheadAttention)
+        and hasattr(module.out_proj, "base_layer")
+        and is_lora(module.out_proj)
+    ):
+        qk, vo = (replace(heads, reason=_WRAPPED) for heads in (qk, vo))
+    return pairs_of_roles(roles, qk=qk, vo=vo)
+
+
+#: Classes, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix
+#: go head by head: [head][q, k, v].
+KNOWN = list(csv.DictReader(files(__package__).joinpath("known.csv").read_text(encoding="utf-8").splitlines()))
+for _row in KNOWN:
+    HANDLERS.register(_row["class"])(partial(_of_known_class, _row))
+
+
+def candidates(model: nn.Module, covered: Collection[nn.Module] | None = None) -> dict[str, nn.Module]:
+    """List the innermost modules that hold queries, keys, values and outputs, by their names, outside of covered ones.
+
+    By default the modules with a handler are covered, with all that they hold.
+    """
+    modules, chosen = dict(model.named_modules()), list[str]()
+    known = [m for m in modules.values() if (HANDLERS.of(m) is not None if covered is None else m in covered)]
+    attention = {inner for m in known for inner in m.modules()}
+    for name, module in reversed(modules.items()):  # the inner ones first
+        if attention.isdisjoint(module.modules()) and proposals(module):
+            attention.update(module.modules())
+            chosen.append(name)
+    return {name: modules[name] for name in reversed(chosen)}
+
+
+def unknown_attention(model: nn.Module) -> str:
+    """Name the classes of trainable attention that no handler knows; adapters on frozen weights do not count."""
+    found = candidates(model).values()
+    moving = [m for m in found if any("lora_" not in name for name in trained(weights_of(m)))]
+    return ", ".join(sorted({type(m).__name__ for m in moving}))
+
+
+def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries | None = None) -> Any:
+    """Run a forward pass and refuse attention that no handler covers.
 
     Parameters
     ----------
-    heads : Heads
-        Number of heads and, if it is not clear from the projections, their size; ``group``, ``rotary_size`` (RoPE) and
-        ``reason`` are those of queries and keys.
-    q, k, v, o : Projection
-        Location of the weights.
+    model : nn.Module
+        A compiled model is watched as the eager model that it was compiled from.
+    run : callable
+        Performs one forward pass of the model.
+    known : Symmetries, optional
+        As :func:`find` finds them with a batch, for example. Modules that they name, or whose projections they contain,
+        count as examined, except those of which they say that the batch did not reach them (which are refused only if
+        they are seen to compute attention here), that the gradient was zero, or that they could not be examined.
 
     Returns
     -------
-    list of SymmetricPair or Refusal
-        Of kind ``"qk"`` or ``"vo"``; under RoPE the rotated dimensions form a separate pair. Their weights have the
-        names that they have in the layer.
+    object
+        What ``run`` returns.
 
-    Notes
-    -----
-    Paper, §4.2 and App. C; in App. C.1 the printed W_iᵒ are rows of Wᵒ.
+    Raises
+    ------
+    UnknownAttentionError
+        A module that is neither registered nor examined, and not inside such a module, calls softmax (on three or more
+        dimensions), scaled-dot-product attention, flex_attention or torch's own multi-head attention; or multiplies
+        activations with the result of a product of activations; or holds weights named like queries, keys, values and
+        outputs (which may be used in code that cannot be watched); or is TorchScript.
 
     Examples
     --------
-    Grouped queries under RoPE; :func:`find` merges the heads that share keys:
-
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs
-    >>> sizes = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8)}
-    >>> layer = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
-    >>> projections = {name: Projection(layer, name) for name in layer}
-    >>> pairs = attention_pairs(Heads(4, 2, group="half", rotary_size=2), **projections)
-    >>> print(pairs[0].part, pairs[0].group, pairs[1].kind, pairs[1].group)
-    rotary (ℂ*)^1 vo GL(2)
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import check_coverage
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> check_coverage(layer, lambda: layer(torch.ones(1, 3, 8))).shape
+    torch.Size([1, 3, 8])
     """
-    size = heads.size or getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads.number
-    qk = replace(heads, size=size, kv_number=heads.kv_number or heads.number)
-    roles = {"q": q, "k": k, "v": v, "o": replace(o, into=False)}
-    return pairs_of_roles(roles, qk=qk, vo=Heads(qk.number, qk.kv_number, size))
+    if known is None:
+        known = Symmetries()
+    else:
+        check_symmetries(known)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
+    with eager(), Watch(model) as watch:
+        result = run()
+    plain, claims = plain_names(model), [p for p in (*known.pairs, *known.refused) if p.kind != "lora"]
+    missed = {r.module: r for r in known.refused if r.kind != "lora" and r.cause.unexamined}
+    examined = {p.module for p in claims} - set(missed)
+    covered_modules = {n: m for n, m in model.named_modules() if HANDLERS.of(m) is not None or plain(n) in examined}
+    covered = {inner for module in covered_modules.values() for inner in module.modules()}
+    # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
+    of_pairs = {name.rpartition(".")[0] for p in claims if p.module not in missed for name in p.names}
+    owners = {m for n, m in model.named_modules() if plain(n) in of_pairs and HANDLERS.of(m) is None}
+    covered |= {m for m in model.modules() if not owners.isdisjoint([m, *m.children()])}
+    for name, m in candidates(model, covered).items():
+        of_module = missed.get(plain(name))
+        if roles_of(m) is not None and (of_module is None or of_module.cause is not Cause.UNREACHED):
+            watch.calls.append((m, "code that cannot be watched, by the names of its weights"))
+    for path, module, call in uncovered(model, watch.calls, covered):
+        refusal = missed.get(plain(path))
+        call = call if refusal is None else f"{call}; of its examination: {refusal.reason}"
+        raise UnknownAttentionError(path or "(the model itself)", plain_class(module), call)
+    return result
+
+
+def uncovered(
+    model: nn.Module, calls: Iterable[tuple[nn.Module, str]], covered: Collection[nn.Module]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield path, module and call of attention outside of covered modules, at the next module that has parameters.
+
+    State-space layers are let be: nothing but scales acts on their weights, which the adaptive metric does not see.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module, call in calls:
+        if module not in covered and not hasattr(module, "A_log"):
+            path = names.get(module, "(outside the model)")
+            while module in names and path and next(module.parameters(), None) is None:
+                path = path.rpartition(".")[0]
+                module = model.get_submodule(path)
+            if module not in covered:
+                yield path, module, call
+
+
+class Watch(TorchFunctionMode):
+    """Record which module was running when attention was computed.
+
+    Attention is a call of a function known to compute it, or a product of activations with the result of another
+    product of activations, whatever happened in between (sigmoid, exponentials and their sum, nothing at all).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: list[tuple[nn.Module, str]] = []
+        self._running: list[nn.Module] = []
+        self._kinds: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._model = model
+        self._weights = {self._place(t) for t in [*model.parameters(), *model.buffers()]} - {0}
+
+    def __enter__(self) -> Watch:
+        watched = [m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._hooks = [m.register_forward_pre_hook(self._enter, prepend=True) for m in watched]
+        self._hooks += [m.register_forward_hook(self._leave, prepend=True, always_call=True) for m in watched]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        while self._running and self._running.pop() is not module:
+            pass
+
+    @staticmethod
+    def _place(t: Tensor) -> int:
+        if t.layout != torch.strided or is_sharded(t) or is_functorch_wrapped_tensor(t):
+            return 0
+        storage = t.untyped_storage()  # on the meta device for tensors that torch.export puts in place of inputs, too
+        return storage.data_ptr() if storage.device.type != "meta" else 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten, which torch.export calls, too
+        result = func(*args, **(kwargs or {}))
+        if not self._running:
+            return result
+        operands = [*tensors(args), *tensors(kwargs or {})]
+        kinds = [  # a tensor that FSDP gathers is a parameter too
+            _WEIGHT if isinstance(t, nn.Parameter) or self._place(t) in self._weights else self._kinds.get(t, 0)
+            for t in operands
+            if t.is_floating_point()
+        ]
+        attends = name in _ATTENTION_CALLS or name.startswith("_scaled_dot_product")
+        if attends and (not name.endswith("softmax") or operands[0].dim() >= 3):
+            # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
+            self.calls.append((self._running[-1], name))
+        made = _SCORE if _SCORE in kinds else 0
+        if kinds and set(kinds) == {_WEIGHT}:
+            made = _WEIGHT
+        elif name in _PRODUCTS and len(kinds) > 1 and _WEIGHT not in kinds:
+            if made:
+                self.calls.append((self._running[-1], f"{name} on the result of a product"))
+            made = 0 if made else _SCORE
+        elif name == "linear":
+            made = 0
+        if made:
+            for t in tensors(result):
+                self._kinds[t] = made
+        return result

@@ -12,13 +12,14 @@ from torch import nn
 
 from ..passes import Forward, Run, default_forward
 from ..weights import check_model, check_whole, first_names, is_point, naming, plain_names, running_copy, weights_of
-from .certificate import ROUNDING, broken
+from .attention import HANDLERS
 from .examination import examine_model
 from .found import Symmetries, placed, settled
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .pairs import Cause, Claim, SymmetricPair, refused
+from .orbits import ROUNDING, broken
+from .pairs import SymmetricPair
 from .points import point_pairs
-from .registry import HANDLERS
+from .refusals import Cause, Claim, refused
 
 #: What :func:`find` finds by default, and all that it can be asked for.
 PAIRS = ("heads", "lora", "points")
@@ -129,7 +130,7 @@ def with_wiring(
 ) -> Symmetries:
     """Add the symmetries of hidden neurons, and those around the streams."""
     from .architectures import wiring_of
-    from .listing import actions_of, lengths_of  # what heads alone do not need
+    from .folding import actions_of, lengths_of  # what heads alone do not need
 
     wiring, weights, plain = wiring_of(model), weights_of(model), plain_names(model)
     claims = settled([] if wiring is None else wiring.neurons, model)

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from ..linalg import standard_normal
 from ..passes import Call, Run, Wide, drawing_again, eager, floats, record, tree_map
 from ..weights import naming, preserve_model_state, running_copy, weights_of
-from .attention import Heads
-from .certificate import ROUNDING, broken, output_gradients
-from .found import placed
-from .pairs import Cause, Claim, Refusal, SymmetricPair, merged, stacks
-from .registry import HANDLERS, Watch, candidates, no_pair, uncovered
-from .roles import Proposal, holds_keys, proposals
+from .attention import HANDLERS, Proposal, Watch, candidates, no_pair, proposals, uncovered
+from .found import merged, placed
+from .orbits import ROUNDING, broken, output_gradients
+from .pairs import SymmetricPair, stacks
+from .refusals import Cause, Claim, Refusal
+from .roles import Heads, holds_keys
 from .slots import PLANES, SlotStack
 
 _NONE = "no symmetry was found that has a quotient"
@@ -122,7 +122,7 @@ class Examination:
 
     def _pairs(self, proposal: Proposal, heads: Heads) -> list[Claim]:
         """List the pairs of heads, with the names of the twin's weights."""
-        return placed(proposal.pairs(heads), "", self._name_of)
+        return list(placed(proposal.pairs(heads), "", self._name_of))
 
     def keeps(self, claims: Iterable[Claim]) -> bool:
         """Return whether moves along the pairs of the twin leave its outputs unchanged."""

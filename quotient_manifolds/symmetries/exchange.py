@@ -7,17 +7,18 @@ import json
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from . import kinds, norm_kinds, wiring
+from . import actions, kinds, wiring
 from .found import Symmetries
-from .pairs import Cause, Refusal, SymmetricPair
+from .pairs import SymmetricPair
+from .refusals import Cause, Refusal
 from .slots import GL, Slot
 from .wiring import Wiring
 
 #: The version of the format. It rises when a reader of an older one would read something else than was meant.
 SCHEMA = 1
 _PARTS = (Symmetries, SymmetricPair, Refusal, GL, Slot, wiring.Affine, wiring.Norm, wiring.Site, Wiring)
-_ACTIONS = (kinds.Scale, kinds.Centring, kinds.Exchange, kinds.Length, kinds.Rotation,
-            norm_kinds.Gain, norm_kinds.Shift, norm_kinds.Reader, norm_kinds.HeadBias, norm_kinds.QKGains)  # fmt: skip
+_ACTIONS = (kinds.Scale, kinds.Gain, kinds.Centring, kinds.Exchange, kinds.Length, kinds.Rotation,
+            actions.Shift, actions.Reader, actions.HeadBias, actions.QKGains)  # fmt: skip
 _CLASSES = {cls.__name__: cls for cls in (*_PARTS, *_ACTIONS)}
 
 

@@ -1,4 +1,4 @@
-"""The kinds of continuous symmetry outside the heads that scale, shift or rotate rows of weights, without a norm.
+"""The kinds of continuous symmetry outside the heads whose formulas need no norm: they scale, shift or rotate rows.
 
 One class for each kind; its fields are slots, ``places`` says what moves, its other methods are the formulas.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from .actions import Action, Places, State
+from .actions import Action, Places, Shift, State
 from .slots import Slot
 
 
@@ -55,6 +55,21 @@ class Scale(Action):
             state.write(rows, rows.read(state) / safe)
         for rows in self.against:
             state.write(rows, rows.read(state) * r)
+
+
+@dataclass(frozen=True)
+class Gain(Scale):
+    """γ → γ s, β → β s, columns of the readers / s: a norm that only linear layers read. Folded, γ = 1."""
+
+    _: KW_ONLY
+    shift: Shift | None = field(default=None, repr=False)  # where γ has zeros, β is a bias and must be folded first
+
+    def fold_(self, state: State) -> None:
+        if self.shift is not None:
+            self.shift.fold_(state)
+        elif self.alike and not bool((self.unit.read(state) + self.offset != 0).all()):
+            raise ValueError(f"{self.name} has a gain of 0, but had none when symmetries were found; find them again")
+        super().fold_(state)
 
 
 @dataclass(frozen=True)

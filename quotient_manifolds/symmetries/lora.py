@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..weights import check_model, naming, plain_names
 from .found import Symmetries, placed, settled
-from .pairs import Cause, Claim, Refusal, SymmetricPair
+from .pairs import SymmetricPair
+from .refusals import Cause, Claim, Refusal
 from .slots import GL, Slot, outline, slot
 
 #: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.

@@ -16,11 +16,13 @@ from ..linalg import standard_normal
 from ..passes import Forward, Run, Wide, default_forward
 from ..weights import check_whole, running_copy, weights_of
 from .actions import Action, State
-from .canonical import canonical_form, fold, write_values
-from .certificate import Certificate, certify, change, move_stacks_, output_gradients, preserve_values
+from .certificate import Certificate
 from .discovery import ALL, claimed, find
-from .found import Symmetries, check_names, check_symmetries
-from .pairs import Cause, SymmetricPair, refused, stacks
+from .folding import canonical_form, fold, write_values
+from .found import Symmetries, certify, check_names, check_symmetries
+from .orbits import change, move_stacks_, output_gradients, preserve_values
+from .pairs import SymmetricPair, stacks
+from .refusals import Cause, refused
 
 
 @torch.no_grad()

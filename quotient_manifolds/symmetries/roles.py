@@ -1,21 +1,23 @@
-"""What the names of a layer's parameters say: the roles of attention's weights, and possible pairs of other layers.
+"""What the names and shapes of a layer's parameters say: where its projections lie, and how many heads they may have.
 
-Names and shapes propose; gradients and a move decide what holds (:mod:`.examination`).
+They propose; gradients and a move decide what holds (:mod:`.examination`).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
 
+import torch
 from torch import nn
 
-from .attention import Heads, Projection, Rows, head_pairs, pairs_of_roles
-from .pairs import Claim
+from .lora import is_lora, lora_factors, lora_obstacle
+from .refusals import Cause
+from .slots import Slot, outline, slot
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
@@ -42,10 +44,213 @@ _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d)
 _LAYERS, _BY_NAME = (nn.Linear, nn.Conv1d, nn.Conv2d), ("Conv1D", "QuantLinear")
 #: Largest head size that is tried.
 LARGEST = 512
-#: Parts of latent attention; and the projection of its queries, with that of a gate beside them in the second.
-_LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads a layer has, where they lie in its matrices, and what acts on them.
+
+    Attributes
+    ----------
+    number, kv_number : int
+        Query heads, and key/value heads where queries are grouped (0: as many): head i uses key head
+        i // (number / kv_number).
+    size : int
+        Dimension of one head (0: that of the queries' projection, divided by the number of heads).
+    group : {"GL", "half", "interleaved", "diagonal", "positive"}
+        What acts on a head: GL(h); under RoPE, by which dimensions it pairs, one non-zero complex number per frequency
+        on the leading ``rotary_size`` dimensions, and GL on the others; or one number a dimension, of any sign or only
+        positive.
+    rotary_size : int
+        Leading dimensions that RoPE rotates.
+    cause, reason : Cause, str
+        Why nothing acts on them; the reason is empty, and the cause ``Cause.BROKEN``, otherwise.
+    key_bias_null : bool
+        The key bias adds the same number to all scores of a query, so softmax ignores it (not under RoPE).
+    blocks, order
+        A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
+        every one with its share of the heads.
+    cyclic : bool
+        Query head i uses key head i modulo kv_number instead.
+    examined : bool
+        Gradients and moves decide whether projections are linear, so a subclass of ``nn.Linear`` is not refused.
+
+    Examples
+    --------
+    >>> from quotient_manifolds.symmetries import Heads
+    >>> Heads(32, 8, group="half", rotary_size=128).number
+    32
+    """
+
+    number: int
+    kv_number: int = 0
+    size: int = 0
+    group: str = "GL"
+    rotary_size: int = 0
+    cause: Cause = Cause.BROKEN
+    reason: str = ""
+    key_bias_null: bool = True
+    blocks: int = 1
+    order: str = "qkv"
+    cyclic: bool = False
+    examined: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix that is added to queries or multiplied with them: one row a head, or the same rows for all heads."""
+
+    root: nn.Module
+    name: str
+    shared: bool
+
+    def slots(self, number: int, size: int) -> list[tuple[Slot, ...]]:
+        """Return the rows of every head; none if heads have another size than the rows."""
+        heads = [slice(None) if self.shared else slice(head, head + 1) for head in range(number)]
+        found = [slot(self.root, self.name, rows) for rows in heads]
+        return [(rows,) if rows.size[1] == size else () for rows in found]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Where a query, key, value or output projection lies in an attention layer.
+
+    Attributes
+    ----------
+    root : nn.Module
+        The attention layer.
+    path : str
+        Name of the projection in it; empty if the layer itself owns the parameters.
+    weight, bias : str
+        Names of the projection's parameters; a bias that is missing or None is left out.
+    start, bias_start : int
+        First head dimension of head 0 in the weight and in the bias.
+    stride, per : int
+        Distance from one group of ``per`` heads to the next (0: the heads are consecutive).
+    conv1d : bool
+        The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
+    stacked : bool
+        The weight is (heads, in, head size), or (heads, head size, out), and the bias (heads, head size).
+    bias_path : str, optional
+        Owner of the bias, if it is another module; there the heads are consecutive.
+    further : tuple of Projection or Rows
+        Others that add to the same scores, such as those of positions: more rows of the same stack.
+    into : bool
+        It leads into head space, as those of queries, keys and values do, and not out of it.
+    letters : str
+        Those of all projections in its matrix, such as ``"qkv"``, if only :class:`Heads` say which rows are whose.
+    module, bias_owner : nn.Module
+        The owners of the weight and of the bias.
+
+    Examples
+    --------
+    One matrix with rows [q; k; v], as in vision transformers:
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs
+    >>> layer = nn.ModuleDict({"qkv": nn.Linear(8, 3 * 8), "proj": nn.Linear(8, 8)})
+    >>> q, k, v = (Projection(layer, "qkv", start=8 * i) for i in range(3))
+    >>> pairs = attention_pairs(Heads(2, size=4), q=q, k=k, v=v, o=Projection(layer, "proj"))
+    >>> [(p.kind, p.head, p.G[0].name) for p in pairs[:2]]
+    [('qk', 0, 'qkv.weight'), ('vo', 0, 'qkv.weight')]
+    """
+
+    root: nn.Module
+    path: str = ""
+    weight: str = "weight"
+    bias: str = "bias"
+    start: int = 0
+    bias_start: int | None = None
+    stride: int = 0
+    per: int = 1
+    conv1d: bool = False
+    stacked: bool = False
+    bias_path: str | None = None
+    further: tuple[Projection | Rows, ...] = ()
+    into: bool = True
+    letters: str = ""
+    module: Any = field(init=False, repr=False, compare=False)
+    bias_owner: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        paths = (self.path, self.path if self.bias_path is None else self.bias_path)
+        # Unlike get_submodule, this finds parts of TorchScript too.
+        module, bias_owner = (attrgetter(path)(self.root) if path else self.root for path in paths)
+        vars(self).update(module=module, bias_owner=bias_owner)
+
+    def name(self, attribute: str) -> str:
+        """Return a parameter's name in the layer; peft's modules show those of the ones that they wrap."""
+        owner, path = self.module, self.path
+        if attribute == self.bias and self.bias_path is not None:
+            owner, path = self.bias_owner, self.bias_path
+        while "." not in attribute and hasattr(owner, "base_layer"):
+            owner, path = owner.base_layer, f"{path}.base_layer".removeprefix(".")
+        return f"{path}.{attribute}".removeprefix(".")
+
+    def dimensions(self) -> int:
+        """Return the total dimension of all heads."""
+        size = getattr(self.module, "out_features" if self.into else "in_features", None)
+        if self.weight == "weight" and isinstance(size, int):  # quantised weights are packed
+            return size
+        weight: torch.Tensor = getattr(self.module, self.weight)
+        if self.stacked:
+            return int(weight.shape[0] * weight.shape[2 if self.into else 1])
+        return int((weight if self.weight == "weight" else weight.flatten(1)).shape[self.into == self.conv1d])
+
+    def slots(self, number: int, size: int) -> list[tuple[Slot, ...]]:
+        """Return the rows of every head: of the weight and, into head space, of whatever adds to its output."""
+        if self.stacked:
+            found = self._of_stack(number, size)
+        else:
+            matrices = [slot(self.root, self.name(self.weight), transpose=self.into != self.conv1d)]
+            matrices += self._of_lora() if hasattr(self.module, "base_layer") else []
+            columns = [(s, self.start, self.stride) for s in matrices]
+            if self.into and getattr(self.bias_owner, self.bias, None) is not None:
+                start = self.start if self.bias_start is None else self.bias_start
+                stride = self.stride if self.bias_path is None else 0
+                columns.append((slot(self.root, self.name(self.bias)), start, stride))
+            found = []
+            for group, place in (divmod(head, self.per) for head in range(number)):
+                firsts = [start + group * (stride or size * self.per) + place * size for _, start, stride in columns]
+                found.append(tuple(s.part(first, size) for (s, *_), first in zip(columns, firsts, strict=True)))
+        for p in self.further:
+            found = [(*one, *more) for one, more in zip(found, p.slots(number, size), strict=True)]
+        return found
+
+    def _of_stack(self, number: int, size: int) -> list[tuple[Slot, ...]]:
+        """Return the rows of every head, or a part of them, where each head has its own matrix."""
+        name, bias, found = self.name(self.weight), getattr(self.bias_owner, self.bias, None), []
+        whole = outline(self.root, name)
+        for head in range(number):
+            i, start = divmod(head * size, whole.shape[2 if self.into else 1])
+            part = slice(start, start + size)
+            slots = [Slot.from_view(name, whole, whole[i][:, part] if self.into else whole[i][part].T)]
+            if self.into and bias is not None:
+                slots.append(slot(self.root, self.name(self.bias), slice(i, i + 1), part))
+            found.append(tuple(slots))
+        return found
+
+    def _of_lora(self) -> list[Slot]:
+        """Return the columns of the factors that add to the weight: with (x Aᵀ) Bᵀ + b, Bᵀ and b, or A out of heads."""
+        found = []
+        for A, B in lora_factors(self.module):
+            adapter = B.rpartition(".")[0]
+            found.append(slot(self.root, self.name(B if self.into else A), transpose=self.into))
+            if self.into and getattr(attrgetter(adapter)(self.module), "bias", None) is not None:
+                found.append(slot(self.root, self.name(f"{adapter}.bias")))
+        return found
+
+    def obstacle(self, examined: bool) -> str:
+        """Explain why the module is not linear in its weight (and LoRA's); empty if it is."""
+        cls, weight = type(self.module), getattr(self.module, self.weight, None)
+        by_peft = cls.__module__.startswith("peft.tuners.")
+        if by_peft and not is_lora(self.module):
+            return f"no known symmetry of {cls.__module__.split('.')[2]}'s {cls.__name__}"
+        if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
+            return f"quantised: the weight has dtype {str(weight.dtype).removeprefix('torch.')}"
+        if not examined and isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
+            return f"{cls.__name__} is a subclass of Linear with its own forward"
+        return lora_obstacle(self.module) if by_peft else ""
 
 
 def _read(name: str, further: Collection[str] = ()) -> tuple[set[str], str | None]:
@@ -177,37 +382,3 @@ def possible_heads(roles: Mapping[str, Projection], kind: str, number: int | Non
             for order in ("qkv", "qvk") if len(letters) == 3 else ("qkv",):
                 for cyclic in (False, True) if 1 < kv_number < found and blocks == 1 else (False,):
                     yield Heads(found, kv_number, h, blocks=blocks, order=order, cyclic=cyclic, examined=number is None)
-
-
-class Proposal(NamedTuple):
-    """Where the heads of one kind of pairs may lie in a layer, and the pairs of heads that do."""
-
-    kind: str
-    heads: Sequence[Heads]
-    pairs: Callable[[Heads], Iterable[Claim]]
-
-
-def proposals(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None) -> list[Proposal]:
-    """List what the pairs of a layer may be; empty for a layer that is no attention, by the names in it."""
-    roles = roles_of(module, idle)
-    if roles is not None:
-        of_kind = {k: lambda heads, kind=k: pairs_of_roles(roles, **{kind: heads}) for k in ("vo", "qk")}
-        return [Proposal(kind, list(possible_heads(roles, kind)), pairs) for kind, pairs in of_kind.items()]
-    latent = all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES)
-    return list(_latent(module)) if latent else []
-
-
-def _latent(m: Any) -> Iterator[Proposal]:
-    """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
-    nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
-    source = next(a for a in _QUERIES if getattr(m, a, None) is not None)
-    v, o = Projection(m, "kv_b_proj", start=nope, stride=nope + size), Projection(m, "o_proj", into=False)
-    number = o.dimensions() // size
-    q, k = Projection(m, source, stride=Projection(m, source).dimensions() // number), replace(v, start=0)
-    turned, shared = replace(q, start=nope), Projection(m, "kv_a_proj_with_mqa", start=m.kv_lora_rank)
-
-    parts = (("vo", v, o, number, size), ("qk", turned, shared, 1, rope), ("qk", q, k, number, nope))
-    for kind, one, two, kv_number, width in parts:
-        heads = Heads(number, kv_number, width, key_bias_null=False, examined=True)
-        if width:
-            yield Proposal(kind, [heads], partial(head_pairs, kind, one=one, two=two))

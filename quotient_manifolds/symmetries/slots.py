@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..linalg import standard_normal
 from ..weights import check_model
 
 #: How RoPE pairs dimensions.
@@ -89,21 +88,6 @@ class GL:
         if self.diagonal:
             x = x.reshape(-1, self.h, x.shape[-2]).transpose(1, 2)
         return torch.view_as_real(x) if self.field == "complex" else x
-
-
-def random_elements(x: Tensor, condition: float, generator: torch.Generator) -> Tensor:
-    """Draw U diag(s) Vᴴ for each of some points, in double precision.
-
-    U and V are random orthogonal, numbers have random signs or phases; s is log-uniform, from condition^-½ to its root.
-    """
-    shape = (*x.shape[:-2], x.shape[-1], x.shape[-1])
-    like = torch.empty(0, dtype=torch.promote_types(x.dtype, torch.float64), device="cpu")
-    draws = [standard_normal(shape, like, generator) for _ in range(2)]
-    U, V = (d / d.abs() if shape[-1] == 1 else torch.linalg.qr(d).Q for d in draws)
-    exponent = torch.rand(shape[:-1], dtype=torch.float64, device="cpu", generator=generator) - 0.5
-    if shape[-1] > 1:
-        exponent[..., 0], exponent[..., -1] = -0.5, 0.5
-    return ((U * (condition**exponent).unsqueeze(-2)) @ V.mH).to(x.device)
 
 
 def real_view(t: Tensor) -> Tensor:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from ..weights import ByClass, naming, plain_class
-from .actions import State
+from ..weights import ByClass
 from .pairs import SymmetricPair
 from .slots import GL, Slot
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,9 +85,9 @@ class Norm:
         """The parameters of γ and β, as far as they exist."""
         return [s for s in (self.gain, self.shift) if s is not None]
 
-    def gamma(self, state: State, like: Tensor) -> Tensor:
+    def gamma(self, weights: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Read γ; without a parameter it is 1, as many as ``like`` has numbers."""
-        return torch.ones_like(like) if self.gain is None else self.gain.read(state)[0] + self.offset
+        return torch.ones_like(like) if self.gain is None else self.gain.read(weights)[0] + self.offset
 
 
 @dataclass(frozen=True)
@@ -210,11 +205,11 @@ class Wiring:
 
 
 Adapter = Callable[[nn.Module], Wiring]
-_ADAPTERS = ByClass[Adapter]()
+ADAPTERS = ByClass[Adapter]()
 #: From a whole network and the name of its backbone, of a known class, to a wiring.
-_BACKBONES = ByClass[Callable[[nn.Module, str], Wiring]]()
+BACKBONES = ByClass[Callable[[nn.Module, str], Wiring]]()
 #: A decorator for such functions: they wire a backbone alone, and below every head that is defined beside its class.
-register_backbone = _BACKBONES.register
+register_backbone = BACKBONES.register
 
 
 def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
@@ -244,57 +239,7 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
     >>> find(Probe(nn.LayerNorm(4), nn.Linear(4, 3)), scope=ALL).dimensions
     {'gain': 4, 'shift': 4, 'reader': 3, 'rotation': 3}
     """
-    return _ADAPTERS.register(*classes)
-
-
-def wiring_of(model: nn.Module, at: str = "") -> Wiring | None:
-    """Look up the wiring of a network by its exact class, or by that of its backbone under a head of the same file.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Plain, compiled, or in DDP.
-    at : str
-        The name of the network in it, if it is a part.
-
-    Returns
-    -------
-    Wiring or None
-        With the names of the model's weights, of tied ones the first. None for an unknown class; an empty wiring if
-        layers of the class were replaced.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import wiring_of
-    >>> len(wiring_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)).sites)
-    6
-    """
-    part = model.get_submodule(at)
-    while type(part).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
-        name, part = next(part.named_children())
-        at = f"{at}.{name}".removeprefix(".")
-    adapter, found = _ADAPTERS.of(part), None
-    if adapter is not None:
-        found = adapter(part)
-    for name, base in (("", part), *part.named_children()) if adapter is None else ():
-        headed = _BACKBONES.of(base)
-        if headed is not None and plain_class(base).__module__ == plain_class(part).__module__:
-            found = headed(part, name)
-            break
-    return None if found is None else renamed(found, partial(naming(model), at))
-
-
-def renamed(value: T, name_of: Callable[[str], str]) -> T:
-    """Return a slot, or what holds slots in its fields, with other names of the weights."""
-    if isinstance(value, Slot):
-        return replace(value, name=name_of(value.name))
-    if is_dataclass(value):
-        changed = {f.name: renamed(getattr(value, f.name), name_of) for f in fields(value) if f.init}
-        return replace(value, **changed)  # type: ignore[type-var]
-    if isinstance(value, (list, tuple)):
-        return type(value)(renamed(part, name_of) for part in value)
-    return value
+    return ADAPTERS.register(*classes)
 
 
 def neurons(name: str, kind: str, up: Affine, down: Affine) -> SymmetricPair:

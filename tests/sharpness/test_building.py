@@ -19,9 +19,9 @@ from quotient_manifolds.symmetries import (
     find,
     move_,
     pair,
-    registry,
     slot,
 )
+from quotient_manifolds.symmetries.attention import HANDLERS
 from quotient_manifolds.symmetries.discovery import ALL
 from quotient_manifolds.weights import weights_of
 from reproduction.baselines import distance
@@ -545,7 +545,7 @@ def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
     from transformers import MambaConfig, MambaModel
 
     mixer = "transformers.models.mamba.modeling_mamba.MambaMixer"
-    monkeypatch.setitem(registry.HANDLERS, mixer, scales_of_mixer)
+    monkeypatch.setitem(HANDLERS, mixer, scales_of_mixer)
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 20, "time_step_rank": 3}
     model = networks.shake(MambaModel(MambaConfig(**sizes)).double(), 0.2)
     assert {p.kind for p in find(model).pairs} == {"conv", "state"}

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
 from quotient_manifolds.symmetries import UnknownAttentionError, find, move_, stacks
-from quotient_manifolds.symmetries.registry import ByClass
+from quotient_manifolds.weights import ByClass
 from sharpness import evaluation
 from tests.support import networks
 from tests.support.extent import EXHAUSTIVE, checkered
@@ -343,7 +343,7 @@ def test_attention_that_cannot_be_examined_is_refused_with_what_to_do(monkeypatc
     assert_same(snapshot(model), before)
     for measure in ("adaptive", "euclidean"):
         assert float(sharpness.evaluate(model, [batch], measure=measure, rho=0.1)) > 0
-    known = symmetries.registry.HANDLERS
+    known = symmetries.attention.HANDLERS
     monkeypatch.setattr(known, "of", (handlers := ByClass(known)).of)
     monkeypatch.setattr(known, "register", handlers.register)
     name = f"{__name__}.Mystery"
@@ -375,7 +375,7 @@ def test_a_hook_beside_unknown_attention_is_named_too():
 
 
 def test_registered_attention_is_measured(monkeypatch):
-    known = symmetries.registry.HANDLERS
+    known = symmetries.attention.HANDLERS
     monkeypatch.setattr(known, "of", (handlers := ByClass(known)).of)
     monkeypatch.setattr(known, "register", handlers.register)
 

@@ -21,7 +21,7 @@ import torch
 import sharpness
 from quotient_manifolds.passes import Wide, default_forward, floats
 from quotient_manifolds.symmetries import Cause, UnknownAttentionError, check_coverage, find, stacks
-from quotient_manifolds.symmetries.certificate import move_stacks_
+from quotient_manifolds.symmetries.orbits import move_stacks_
 from quotient_manifolds.weights import weights_of
 from tests.support import tiny
 

@@ -2,8 +2,9 @@
 
 from .. import architectures
 from ..actions import Action, State
+from ..folding import wiring_of
 from ..layout import affine, norm
-from ..wiring import Affine, Norm, Site, Wiring, neurons, register_wiring, wiring_of
+from ..wiring import Affine, Norm, Site, Wiring, neurons, register_wiring
 from .align import Alignment, Element, align_models
 from .independence import Independence, independence_test
 from .rewriting import Rewriting, rewriting

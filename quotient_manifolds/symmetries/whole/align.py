@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ...linalg import finite, in_double
 from ...weights import check_whole, weights_of
 from ..actions import State
-from ..canonical import canonical_form, write_values
 from ..discovery import ALL, find
+from ..folding import canonical_form, write_values
 from ..wiring import Wiring
 from .fits import balanced, matched, permutation, refined, rotation, turned
 from .units import Cell, Move, Part, cells_of, unique

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...linalg import finite
 from ...weights import check_whole, weights_of
 from ..actions import State
-from ..canonical import canonical_form
 from ..discovery import ALL, find
+from ..folding import canonical_form
 from ..wiring import Wiring
 from .fits import assigned
 

@@ -12,8 +12,7 @@ from ...linalg import in_double
 from ...weights import weights_of
 from ..actions import Action, State
 from ..discovery import ALL, find
-from ..kinds import Rotation
-from ..norm_kinds import Gain
+from ..kinds import Gain, Rotation
 from .align import MOVES, Element, Form, align_models, on_cpu
 from .fits import balanced, turned
 from .units import acted, cells_of

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..actions import State
 from ..found import Symmetries
-from ..pairs import Claim, Refusal, SymmetricPair
+from ..pairs import SymmetricPair
+from ..refusals import Claim, Refusal
 from ..slots import GL, Slot, SlotStack
 from ..wiring import Wiring
 

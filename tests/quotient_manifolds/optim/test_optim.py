@@ -44,9 +44,9 @@ from quotient_manifolds.symmetries import (
     pair,
     slot,
 )
-from quotient_manifolds.symmetries.certificate import certify
-from quotient_manifolds.symmetries.pairs import refused
-from quotient_manifolds.symmetries.slots import random_elements
+from quotient_manifolds.symmetries.found import certify
+from quotient_manifolds.symmetries.orbits import random_elements
+from quotient_manifolds.symmetries.refusals import refused
 from quotient_manifolds.weights import weights_of
 from tests.support.networks import bert
 from tests.support.training import (

@@ -32,7 +32,7 @@ from quotient_manifolds.symmetries import (
     move_,
     verify,
 )
-from quotient_manifolds.symmetries.certificate import certify
+from quotient_manifolds.symmetries.found import certify
 from quotient_manifolds.weights import weights_of
 from tests.support.networks import shake
 from tests.support.training import (

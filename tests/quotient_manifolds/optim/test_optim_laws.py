@@ -26,7 +26,7 @@ from quotient_manifolds.symmetries import (
     pair,
     slot,
 )
-from quotient_manifolds.symmetries.slots import random_elements
+from quotient_manifolds.symmetries.orbits import random_elements
 from tests.support.extent import checkered
 from tests.support.networks import Encoder, bert, shake, vit
 from tests.support.training import X, lora, loss_of, optimizer_of, point, products, train, trainable

@@ -13,12 +13,18 @@ from quotient_manifolds.symmetries import (
     attention_pairs,
     check_coverage,
     find,
-    registry,
     verify,
 )
-from quotient_manifolds.symmetries.attention import pairs_of_roles
-from quotient_manifolds.symmetries.registry import ByClass, candidates
-from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, possible_heads, proposals, roles_of
+from quotient_manifolds.symmetries.attention import (
+    _LATENT,
+    _LATENT_SIZES,
+    HANDLERS,
+    candidates,
+    pairs_of_roles,
+    proposals,
+)
+from quotient_manifolds.symmetries.roles import possible_heads, roles_of
+from quotient_manifolds.weights import ByClass
 from tests.support import networks, zoo
 
 
@@ -152,7 +158,7 @@ def test_quantised_weights_are_refused_layer_by_layer(bits, known, monkeypatch):
     model, batch = networks.quantised_bert(bits)
     model.bert.encoder.layer[1].requires_grad_(True)
     if not known:
-        monkeypatch.setattr(registry.HANDLERS, "of", ByClass().of)
+        monkeypatch.setattr(HANDLERS, "of", ByClass().of)
     found = find(model, None if known else batch)
     assert all(p.reason.startswith("quantised: the weight has dtype") for p in found.refused)
     assert {p.module for p in found.refused} == {"bert.encoder.layer.0.attention"}

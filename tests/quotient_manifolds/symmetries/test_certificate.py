@@ -20,14 +20,13 @@ from quotient_manifolds.symmetries import (
     find,
     move_,
     pair,
-    registry,
     slot,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.certificate import broken, change, move_stacks_
-from quotient_manifolds.symmetries.registry import ByClass
-from quotient_manifolds.weights import weights_of
+from quotient_manifolds.symmetries.attention import HANDLERS
+from quotient_manifolds.symmetries.orbits import broken, change, move_stacks_
+from quotient_manifolds.weights import ByClass, weights_of
 from tests.support import networks
 from tests.support.architectures import IDS, transformers_model
 from tests.support.extent import share
@@ -197,7 +196,7 @@ def test_ways_to_wrap_a_projection(way, table, monkeypatch):
         pytest.skip("transformers 5.9 names the projections so")
     setattr(attention, name, change(getattr(attention, name)))
     if not table:
-        monkeypatch.setattr(registry.HANDLERS, "of", ByClass().of)
+        monkeypatch.setattr(HANDLERS, "of", ByClass().of)
     found = find(model, None if table else batch)
     usable, refused = [p for p in found.pairs if not p.group.positive], found.refused
     reasons = {"own": "its own forward", "computed": "computed, not a", "replaced": "replaced, pruned or parametrised"}

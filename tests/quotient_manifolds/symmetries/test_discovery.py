@@ -30,9 +30,9 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.registry import HANDLERS, ByClass
-from quotient_manifolds.weights import weights_of
-from tests.quotient_manifolds.symmetries.test_registry import Mystery
+from quotient_manifolds.symmetries.attention import HANDLERS
+from quotient_manifolds.weights import ByClass, weights_of
+from tests.quotient_manifolds.symmetries.test_handlers import Mystery
 from tests.support import networks
 from tests.support.architectures import change, transformers_model, without_first_row
 

@@ -20,17 +20,15 @@ from quotient_manifolds.symmetries import (
     examination,
     find,
     pair,
-    registry,
     slot,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.certificate import change, move_stacks_, preserve_values
-from quotient_manifolds.symmetries.found import placed
-from quotient_manifolds.symmetries.pairs import merged
-from quotient_manifolds.symmetries.registry import ByClass
-from quotient_manifolds.symmetries.roles import proposals, roles_of
-from quotient_manifolds.weights import naming, weights_of
+from quotient_manifolds.symmetries.attention import HANDLERS, candidates, proposals
+from quotient_manifolds.symmetries.found import merged, placed
+from quotient_manifolds.symmetries.orbits import change, move_stacks_, preserve_values
+from quotient_manifolds.symmetries.roles import roles_of
+from quotient_manifolds.weights import ByClass, naming, weights_of
 from tests.support import architectures, networks, zoo
 from tests.support.extent import EXHAUSTIVE, share
 
@@ -59,7 +57,7 @@ KNOWN_MODELS = [
 @pytest.fixture
 def nobody(monkeypatch):
     """Forget every class."""
-    monkeypatch.setattr(registry.HANDLERS, "of", ByClass().of)
+    monkeypatch.setattr(HANDLERS, "of", ByClass().of)
 
 
 def nullities(module, call, kinds):
@@ -145,7 +143,7 @@ def check(model, batch):
         with Wide():
             return [t for t in tensors(default_forward(model, batch)) if t.is_floating_point()]
 
-    modules = registry.candidates(model, ())
+    modules = candidates(model, ())
     first = {}
     for name, module in modules.items():
         if roles_of(module) is not None:
@@ -200,7 +198,7 @@ def test_what_is_known_is_what_is_found(library, name, monkeypatch):
     """Every line of the table of classes, against the examination."""
     model, batch = zoo.MODELS[library](name)
     known = find(model)
-    monkeypatch.setattr(registry.HANDLERS, "of", ByClass().of)
+    monkeypatch.setattr(HANDLERS, "of", ByClass().of)
     assert same(known, find(model, batch, forward=wide))
 
 
@@ -603,8 +601,8 @@ class Receptance(nn.Module):
 def test_attention_without_names_has_a_reason():
     """At the module that holds its weights; not where a pair of the user describes it, and not at other modules."""
     x = torch.randn(2, 5, 4)
-    for attention in (Nameless(), Receptance()):
-        model = nn.Sequential(nn.Linear(4, 4), attention, nn.Tanh())
+    for layer in (Nameless(), Receptance()):
+        model = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh())
         found = find(model, x)
         assert ([(p.module, p.cause) for p in found.refused], found.pairs) == ([("1", Cause.UNNAMED)], ())
     model = nn.Sequential(Nameless())

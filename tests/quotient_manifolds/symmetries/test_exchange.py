@@ -113,11 +113,11 @@ def test_symmetries_made_by_hand_move_all_names_of_a_tied_weight(again):
 PROGRAM = """
 import pickle, sys, torch
 from quotient_manifolds.symmetries import stacks
-from quotient_manifolds.symmetries.certificate import move_stacks_
+from quotient_manifolds.symmetries.orbits import move_stacks_
 weights, found = torch.load("encoder.pt"), pickle.load(open("found", "rb"))
 move_stacks_(stacks(found.pairs, weights), weights, 10.0, 0)
 torch.save(weights, "moved encoder.pt")
-print(hash(found.pairs[0].slots) != 0, "quotient_manifolds.symmetries.registry" in sys.modules)
+print(hash(found.pairs[0].slots) != 0, "quotient_manifolds.symmetries.attention" in sys.modules)
 from quotient_manifolds.symmetries import from_json, moved_weights
 found = from_json(open("symmetries.json", encoding="utf-8").read())
 torch.save(moved_weights(torch.load("weights.pt"), found), "moved.pt")

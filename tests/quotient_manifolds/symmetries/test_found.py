@@ -25,7 +25,7 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.certificate import move_stacks_
+from quotient_manifolds.symmetries.orbits import move_stacks_
 from quotient_manifolds.weights import weights_of
 from tests.support import networks
 from tests.support.architectures import TRANSFORMERS, adapted, bert_and_batch, transformers_model

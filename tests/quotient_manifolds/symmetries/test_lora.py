@@ -102,7 +102,7 @@ def test_lora_with_a_trainable_base_joins_the_attention_pairs(make):
     assert max(verify(model, batch, found).changes.values()) < 1e-9
     # Forgetting the rows of LoRA moves the outputs.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quotient_manifolds.symmetries.attention.lora_factors", lambda module: [])
+        patch.setattr("quotient_manifolds.symmetries.roles.lora_factors", lambda module: [])
         assert max(verify(model, batch, trained(model)).changes.values()) > 1e-2
 
 

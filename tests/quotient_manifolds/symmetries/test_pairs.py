@@ -28,8 +28,8 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.found import _without_sharing
-from quotient_manifolds.symmetries.pairs import merged, refused
+from quotient_manifolds.symmetries.found import _without_sharing, merged
+from quotient_manifolds.symmetries.refusals import refused
 from quotient_manifolds.weights import weights_of
 from tests.support import architectures, networks
 from tests.support.architectures import adapted, bert_and_batch

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations, prune
 
 from quotient_manifolds.passes import default_forward, tree_map
 from quotient_manifolds.symmetries import ALL, Cause, canonical_form, canonicalize_, find, move_, verify
-from quotient_manifolds.symmetries.canonical import write_values
+from quotient_manifolds.symmetries.folding import write_values
 from quotient_manifolds.symmetries.whole import State, register_wiring, wiring_of
 from quotient_manifolds.weights import weights_of
 from tests.support import networks

@@ -22,7 +22,7 @@ from quotient_manifolds.symmetries import (
     to_json,
     verify,
 )
-from quotient_manifolds.symmetries.canonical import canonical_form, write_values
+from quotient_manifolds.symmetries.folding import canonical_form, write_values
 from quotient_manifolds.symmetries.kinds import Scale
 from quotient_manifolds.symmetries.whole import State
 from quotient_manifolds.weights import weights_of

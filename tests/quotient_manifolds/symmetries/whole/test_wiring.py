@@ -8,8 +8,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quotient_manifolds.symmetries import ALL, Cause, canonicalize_, find, moved_weights
+from quotient_manifolds.symmetries.folding import actions_of, renamed
 from quotient_manifolds.symmetries.layout import table
-from quotient_manifolds.symmetries.listing import actions_of
 from quotient_manifolds.symmetries.notation import NamedRows
 from quotient_manifolds.symmetries.whole import (
     Site,
@@ -20,7 +20,6 @@ from quotient_manifolds.symmetries.whole import (
     register_wiring,
     wiring_of,
 )  # fmt: skip
-from quotient_manifolds.symmetries.wiring import renamed
 from quotient_manifolds.weights import naming, weights_of
 from tests.support import networks
 from tests.support.whole_networks import build, folded, forward, inputs

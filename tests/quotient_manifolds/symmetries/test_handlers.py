@@ -30,7 +30,7 @@ from quotient_manifolds.symmetries import (
     slot,
     verify,
 )
-from quotient_manifolds.symmetries.registry import HANDLERS, KNOWN
+from quotient_manifolds.symmetries.attention import HANDLERS, KNOWN
 from tests.support import architectures, networks, zoo
 from tests.support.architectures import change, without_first_row
 from tests.support.extent import EXHAUSTIVE, share

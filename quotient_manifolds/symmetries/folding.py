@@ -1,22 +1,82 @@
-"""From the wiring of a network, and its heads, to its symmetries outside the heads, in the order of folding."""
+"""The symmetries of a network outside its pairs, by its wiring and its heads, in the order of folding; and the fold.
+
+A canonical form is one point of weights for all networks that differ only by symmetries. Heads and neurons stay as they
+are, because the metrics of pairs do not depend on their representatives. All other symmetries are folded, in float64.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from ..weights import naming, places_of, plain_names
-from .actions import Action, State
-from .kinds import Centring, Exchange, Length, Rotation, Scale
-from .norm_kinds import Gain, HeadBias, QKGains, Reader, Shift, has_zeros
-from .pairs import Cause, Claim, Refusal, SymmetricPair
-from .slots import Slot, outline
-from .wiring import Affine, Norm, Site, Wiring
+from ..linalg import at_least_float32
+from ..weights import naming, places_of, plain_class, plain_names
+from .actions import Action, HeadBias, QKGains, Reader, Shift, State, has_zeros
+from .found import Symmetries, check_symmetries
+from .kinds import Centring, Exchange, Gain, Length, Rotation, Scale
+from .pairs import SymmetricPair
+from .refusals import Cause, Claim, Refusal
+from .slots import Slot, masks, outline
+from .wiring import ADAPTERS, BACKBONES, Affine, Norm, Site, Wiring
+
+T = TypeVar("T")
+
+
+def wiring_of(model: nn.Module, at: str = "") -> Wiring | None:
+    """Look up the wiring of a network by its exact class, or by that of its backbone under a head of the same file.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Plain, compiled, or in DDP.
+    at : str
+        The name of the network in it, if it is a part.
+
+    Returns
+    -------
+    Wiring or None
+        With the names of the model's weights, of tied ones the first. None for an unknown class; an empty wiring if
+        layers of the class were replaced.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import wiring_of
+    >>> len(wiring_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)).sites)
+    6
+    """
+    part = model.get_submodule(at)
+    while type(part).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        name, part = next(part.named_children())
+        at = f"{at}.{name}".removeprefix(".")
+    adapter, found = ADAPTERS.of(part), None
+    if adapter is not None:
+        found = adapter(part)
+    for name, base in (("", part), *part.named_children()) if adapter is None else ():
+        headed = BACKBONES.of(base)
+        if headed is not None and plain_class(base).__module__ == plain_class(part).__module__:
+            found = headed(part, name)
+            break
+    return None if found is None else renamed(found, partial(naming(model), at))
+
+
+def renamed(value: T, name_of: Callable[[str], str]) -> T:
+    """Return a slot, or what holds slots in its fields, with other names of the weights."""
+    if isinstance(value, Slot):
+        return replace(value, name=name_of(value.name))
+    if is_dataclass(value):
+        changed = {f.name: renamed(getattr(value, f.name), name_of) for f in fields(value) if f.init}
+        return replace(value, **changed)  # type: ignore[type-var]
+    if isinstance(value, (list, tuple)):
+        return type(value)(renamed(part, name_of) for part in value)
+    return value
 
 
 def actions_of(
@@ -197,3 +257,108 @@ def _reads(shifted: Sequence[Site], rows: Slot) -> Site | None:
     """Return the folded, centring norm in front of a reader without a bias that has these rows."""
     readers = ((s, r) for s in shifted if s.norm.centring for r in s.readers if r.bias is None and not r.blind)
     return next((s for s, r in readers if r.matrix.name == rows.name), None)
+
+
+@dataclass(frozen=True)
+class CanonicalForm:
+    """The weights of a network in canonical form, and its symmetries there.
+
+    Attributes
+    ----------
+    values : dict of str to Tensor
+        The weights that change and their canonical values, in the weights' dtypes but at least float32.
+    constant : dict of str to Tensor
+        Entries that are constant in the canonical form, by weight; they are not coordinates any more.
+    symmetries : Symmetries
+        The pairs without constant entries, and all that was folded or refused.
+
+    Examples
+    --------
+    See :func:`canonical_form`.
+
+    >>> from quotient_manifolds.symmetries import Symmetries, canonical_form
+    >>> canonical_form({}, Symmetries()).values
+    {}
+    """
+
+    values: dict[str, Tensor] = field(repr=False)
+    constant: dict[str, Tensor] = field(repr=False)
+    symmetries: Symmetries
+
+
+@torch.no_grad()
+def canonical_form(
+    weights: Mapping[str, Tensor], symmetries: Symmetries, *, state: State | None = None
+) -> CanonicalForm:
+    """Compute the canonical form of weights; they are left unchanged.
+
+    Parameters
+    ----------
+    weights : mapping of str to Tensor
+        Of a network, by name, or a state dict.
+    symmetries : Symmetries
+        Those of the network, as ``find(model, scope=ALL)`` finds them, restricted to the weights that may change.
+    state : State, optional
+        Storage for values while they are folded; by default an empty one.
+
+    Returns
+    -------
+    CanonicalForm
+
+    Notes
+    -----
+    Gains and shifts of norms, LayerScale, and the biases of keys and values are folded into other weights; layers that
+    read or write the stream are centred; constants that embeddings share are moved to one of them. It is computed in
+    float64. Heads, neurons and rotations of the stream are left unchanged, because the metrics do not depend on them.
+
+    Examples
+    --------
+    >>> from transformers import ViTConfig, ViTForImageClassification
+    >>> from quotient_manifolds.symmetries import ALL, canonical_form, find
+    >>> config = ViTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+    ...                    image_size=8, patch_size=4, num_channels=1)
+    >>> model = ViTForImageClassification(config)
+    >>> form = canonical_form(dict(model.named_parameters()), find(model, scope=ALL))
+    >>> print(form.symmetries.table())
+    qk                  64
+    vo                  64
+    gain                40
+    shift               40
+    reader              74
+    key bias            16
+    value bias          16
+    embeddings          14
+    writer              67
+    rotation            21
+    all                416
+    """
+    check_symmetries(symmetries)
+    state = fold(weights, symmetries, state)
+    fixed = dict.fromkeys(s for a in symmetries.actions for s in a.constant)
+    pairs = list[SymmetricPair]()
+    for p in symmetries.pairs:
+        G, H = (tuple(s for s in slots if s not in fixed) for slots in (p.G, p.H))
+        pairs.append(replace(p, G=G, H=H, null=()))
+    values = {name: v.to(at_least_float32(weights[name].dtype)).to(weights[name].device) for name, v in state.items()}
+    return CanonicalForm(values, masks(fixed, weights), replace(symmetries, pairs=tuple(pairs)))
+
+
+def fold(weights: Mapping[str, Tensor], symmetries: Symmetries, state: State | None = None) -> State:
+    """Return the values of weights in canonical form, in float64."""
+    state = State(weights) if state is None else state
+    for a in symmetries.actions:
+        a.fold_(state)
+    return state
+
+
+@torch.no_grad()
+def write_values(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write all weights or none."""
+    before = {name: weights[name].detach().clone() for name in values}
+    try:
+        for name, value in values.items():
+            weights[name].copy_(value)
+    except BaseException:
+        for name, value in before.items():
+            weights[name].copy_(value)
+        raise
