@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
 from numbers import Integral
@@ -23,7 +24,7 @@ from .lora import is_lora
 from .pairs import SymmetricPair
 from .refusals import Cause, Claim, Refusal, UnknownAttentionError
 from .roles import Heads, Projection, possible_heads, roles_of
-from .slots import GL, PLANES, Slot
+from .slots import GL, PLANES
 
 #: Functions whose call makes a module an attention layer, if no handler covers it.
 _ATTENTION_CALLS = {
@@ -84,35 +85,31 @@ def head_pairs(kind: str, heads: Heads, one: Projection, two: Projection) -> Ite
     if obstacle := one.obstacle(heads.examined) or two.obstacle(heads.examined):
         yield from (Refusal("", kind, heads.cause, heads.reason or obstacle, i) for i in range(heads.number))
         return
+    bias = two.name(two.bias) if kind == "qk" and heads.key_bias_null else ""
     # Keys and values may have fewer heads than queries and outputs.
     first = one.slots(heads.number if two.into else several, size)
     second = two.slots(several if two.into else heads.number, size)
-    null = two.name(two.bias) if kind == "qk" and heads.key_bias_null else ""
-    for i in range(heads.number):
-        j = i % several if heads.cyclic else i * several // heads.number
-        G, H = (first[i], second[j]) if two.into else (first[j], second[i])
-        if heads.reason or heads.cause is not Cause.BROKEN:
-            yield Refusal("", kind, heads.cause, heads.reason, i, G=G, H=H)
-        else:
-            yield from _parts_of(kind, heads, i, (G, H, tuple(s for s in H if s.name == null)))
-
-
-def _parts_of(kind: str, heads: Heads, head: int, factors: tuple[tuple[Slot, ...], ...]) -> Iterator[Claim]:
-    """Divide a head into the planes that RoPE rotates, and the other dimensions."""
-    size, turned = heads.size, heads.rotary_size if heads.group in PLANES else 0
-    parts: list[tuple[str, GL, int, int, str | None]] = []
+    parts, turned = list[tuple[str, GL, int, int, str | None]](), heads.rotary_size if heads.group in PLANES else 0
     if turned:
         planes = GL(turned // 2, diagonal=True, field="complex")
         parts.append(("rotary" if kind == "qk" else "", planes, 0, turned, heads.group))
     if turned < size:
         diagonal, positive = heads.group in ("diagonal", "positive"), heads.group == "positive"
         parts.append(("", GL(size - turned, diagonal=diagonal, positive=positive), turned, size - turned, None))
-    for part, group, start, count, rotary in parts:
-        G, H, null = (tuple(s.part(start, count, rotary) for s in slots) for slots in factors)
-        if set(G).isdisjoint(H):
-            yield SymmetricPair("", kind, group, G, H, head, part, () if rotary else null)
-        else:
-            yield Refusal("", kind, Cause.TIED, head=head, part=part)
+    for i in range(heads.number):
+        j = i % several if heads.cyclic else i * several // heads.number
+        factors = (first[i], second[j]) if two.into else (first[j], second[i])
+        if heads.reason or heads.cause is not Cause.BROKEN:
+            yield Refusal("", kind, heads.cause, heads.reason, i, G=factors[0], H=factors[1])
+            continue
+        for part, group, start, count, rotary in parts:
+            G, H = (tuple(s.part(start, count, rotary) for s in slots) for slots in factors)
+            null = () if rotary else tuple(s for s in H if s.name == bias)
+            tied = not set(G).isdisjoint(H)
+            yield (
+                Refusal("", kind, Cause.TIED, head=i, part=part) if tied
+                else SymmetricPair("", kind, group, G, H, i, part, null)
+            )  # fmt: skip
 
 
 class Proposal(NamedTuple):
@@ -212,14 +209,14 @@ def candidates(model: nn.Module, covered: Collection[nn.Module] | None = None) -
 
     By default the modules with a handler are covered, with all that they hold.
     """
-    modules, chosen = dict(model.named_modules()), list[str]()
-    known = [m for m in modules.values() if (HANDLERS.of(m) is not None if covered is None else m in covered)]
+    modules, chosen = dict(model.named_modules()), dict[str, nn.Module]()
+    known = (m for m in modules.values() if HANDLERS.of(m) is not None) if covered is None else covered
     attention = {inner for m in known for inner in m.modules()}
     for name, module in reversed(modules.items()):  # the inner ones first
         if attention.isdisjoint(module.modules()) and proposals(module):
             attention.update(module.modules())
-            chosen.append(name)
-    return {name: modules[name] for name in reversed(chosen)}
+            chosen[name] = module
+    return dict(reversed(chosen.items()))
 
 
 def unknown_attention(model: nn.Module) -> str:
@@ -271,13 +268,13 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
-    with eager(), Watch(model) as watch:
+    with eager(), watched(model) as calls:
         result = run()
     plain, claims = plain_names(model), [p for p in (*known.pairs, *known.refused) if p.kind != "lora"]
-    missed = {r.module: r for r in known.refused if r.kind != "lora" and r.cause.unexamined}
+    missed = {p.module: p for p in claims if isinstance(p, Refusal) and p.cause.unexamined}
     examined = {p.module for p in claims} - set(missed)
-    covered_modules = {n: m for n, m in model.named_modules() if HANDLERS.of(m) is not None or plain(n) in examined}
-    covered = {inner for module in covered_modules.values() for inner in module.modules()}
+    whole = (m for n, m in model.named_modules() if HANDLERS.of(m) is not None or plain(n) in examined)
+    covered = {inner for module in whole for inner in module.modules()}
     # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
     of_pairs = {name.rpartition(".")[0] for p in claims if p.module not in missed for name in p.names}
     owners = {m for n, m in model.named_modules() if plain(n) in of_pairs and HANDLERS.of(m) is None}
@@ -285,8 +282,8 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
     for name, m in candidates(model, covered).items():
         of_module = missed.get(plain(name))
         if roles_of(m) is not None and (of_module is None or of_module.cause is not Cause.UNREACHED):
-            watch.calls.append((m, "code that cannot be watched, by the names of its weights"))
-    for path, module, call in uncovered(model, watch.calls, covered):
+            calls.append((m, "code that cannot be watched, by the names of its weights"))
+    for path, module, call in uncovered(model, calls, covered):
         refusal = missed.get(plain(path))
         call = call if refusal is None else f"{call}; of its examination: {refusal.reason}"
         raise UnknownAttentionError(path or "(the model itself)", plain_class(module), call)
@@ -311,72 +308,71 @@ def uncovered(
                 yield path, module, call
 
 
-class Watch(TorchFunctionMode):
-    """Record which module was running when attention was computed.
+@contextmanager
+def watched(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+    """List which modules were running when attention was computed, and by what.
 
     Attention is a call of a function known to compute it, or a product of activations with the result of another
     product of activations, whatever happened in between (sigmoid, exponentials and their sum, nothing at all).
     """
+    watch = _Watch({_place(t) for t in (*model.parameters(), *model.buffers())} - {0})
+    with ExitStack() as hooks, watch:
+        for m in model.modules():
+            if not isinstance(m, torch.jit.ScriptModule):
+                hooks.callback(m.register_forward_pre_hook(watch.enter, prepend=True).remove)
+                hooks.callback(m.register_forward_hook(watch.leave, prepend=True, always_call=True).remove)
+        yield watch.calls
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.calls: list[tuple[nn.Module, str]] = []
-        self._running: list[nn.Module] = []
-        self._kinds: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._model = model
-        self._weights = {self._place(t) for t in [*model.parameters(), *model.buffers()]} - {0}
 
-    def __enter__(self) -> Watch:
-        watched = [m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._hooks = [m.register_forward_pre_hook(self._enter, prepend=True) for m in watched]
-        self._hooks += [m.register_forward_hook(self._leave, prepend=True, always_call=True) for m in watched]
-        super().__enter__()
-        return self
+def _place(t: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if it has none of its own."""
+    if t.layout != torch.strided or is_sharded(t) or is_functorch_wrapped_tensor(t):
+        return 0
+    storage = t.untyped_storage()  # on the meta device for tensors that torch.export puts in place of inputs, too
+    return storage.data_ptr() if storage.device.type != "meta" else 0
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
 
-    def _enter(self, module: nn.Module, *_: Any) -> None:
-        self._running.append(module)
+@dataclass(eq=False, repr=False)
+class _Watch(TorchFunctionMode):
+    """What :func:`watched` sees: the addresses of weights tell them from activations."""
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        while self._running and self._running.pop() is not module:
+    weights: Set[int]
+    calls: list[tuple[nn.Module, str]] = field(default_factory=list)
+    running: list[nn.Module] = field(default_factory=list)
+    kinds: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        self.running.append(module)
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        while self.running and self.running.pop() is not module:
             pass
-
-    @staticmethod
-    def _place(t: Tensor) -> int:
-        if t.layout != torch.strided or is_sharded(t) or is_functorch_wrapped_tensor(t):
-            return 0
-        storage = t.untyped_storage()  # on the meta device for tensors that torch.export puts in place of inputs, too
-        return storage.data_ptr() if storage.device.type != "meta" else 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten, which torch.export calls, too
         result = func(*args, **(kwargs or {}))
-        if not self._running:
+        if not self.running:
             return result
         operands = [*tensors(args), *tensors(kwargs or {})]
         kinds = [  # a tensor that FSDP gathers is a parameter too
-            _WEIGHT if isinstance(t, nn.Parameter) or self._place(t) in self._weights else self._kinds.get(t, 0)
+            _WEIGHT if isinstance(t, nn.Parameter) or _place(t) in self.weights else self.kinds.get(t, 0)
             for t in operands
             if t.is_floating_point()
         ]
         attends = name in _ATTENTION_CALLS or name.startswith("_scaled_dot_product")
         if attends and (not name.endswith("softmax") or operands[0].dim() >= 3):
             # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
-            self.calls.append((self._running[-1], name))
+            self.calls.append((self.running[-1], name))
         made = _SCORE if _SCORE in kinds else 0
         if kinds and set(kinds) == {_WEIGHT}:
             made = _WEIGHT
         elif name in _PRODUCTS and len(kinds) > 1 and _WEIGHT not in kinds:
             if made:
-                self.calls.append((self._running[-1], f"{name} on the result of a product"))
+                self.calls.append((self.running[-1], f"{name} on the result of a product"))
             made = 0 if made else _SCORE
         elif name == "linear":
             made = 0
         if made:
             for t in tensors(result):
-                self._kinds[t] = made
+                self.kinds[t] = made
         return result

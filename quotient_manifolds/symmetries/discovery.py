@@ -133,8 +133,8 @@ def with_wiring(
     from .folding import actions_of, lengths_of  # what heads alone do not need
 
     wiring, weights, plain = wiring_of(model), weights_of(model), plain_names(model)
-    claims = settled([] if wiring is None else wiring.neurons, model)
-    neurons = Symmetries.of_claims(claims if "neurons" in scope else [])
+    hidden = [] if wiring is None or "neurons" not in scope else settled(wiring.neurons, model)
+    neurons = Symmetries.of_claims(hidden)
     found = replace(found, pairs=found.pairs + neurons.pairs, refused=found.refused + neurons.refused, wiring=wiring)
     if "stream" not in scope:
         return found

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..linalg import standard_normal
 from ..passes import Call, Run, Wide, drawing_again, eager, floats, record, tree_map
 from ..weights import naming, preserve_model_state, running_copy, weights_of
-from .attention import HANDLERS, Proposal, Watch, candidates, no_pair, proposals, uncovered
+from .attention import HANDLERS, Proposal, candidates, no_pair, proposals, uncovered, watched
 from .found import merged, placed
 from .orbits import ROUNDING, broken, output_gradients
 from .pairs import SymmetricPair, stacks
@@ -214,13 +214,13 @@ def examine_model(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Cl
     # Some models cannot be run in float64, because they make tensors of single precision inside.
     wide = all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
     with preserve_model_state(model):
-        with Wide() if wide else nullcontext(), Watch(model) as watch:
+        with Wide() if wide else nullcontext(), watched(model) as attending:
             calls = record(run, modules)
         with Wide() if wide else nullcontext():
             used = _used_outputs(run, modules) if modules else {}
         found = {name: _claims_of(m, calls.get(name), examined, used.get(type(m), ())) for name, m in modules.items()}
     known = [*(m for m in model.modules() if HANDLERS.of(m) is not None), *modules.values()]
-    attending = [*watch.calls, *((m, "") for m in model.modules() if holds_keys(m))]
+    attending += [(m, "") for m in model.modules() if holds_keys(m)]
     unnamed = uncovered(model, attending, {inner for m in known for inner in m.modules()})
     return found | {path: no_pair(Cause.UNNAMED) for path, *_ in unnamed}
 

@@ -87,40 +87,19 @@ def actions_of(
     ``heads`` are those whose attention weights sum to 1; ``classes``: the network's logits are used only through a
     softmax.
     """
-    w = Wiring(closed=False) if wiring is None else wiring
-    lists = _Lists([], [], set() if wiring is None else w.tied(), weights)
-    for name, unit, a in w.scales:
-        _add(Scale("layer scale", name, unit, (), tuple(a.written)), lists)
-    gains = [_add_gain(site, lists) for site in w.sites if site.norm.gain is not None]
-    shifted = [site for site in w.sites if site.norm.shift is not None and site.readers and _add_shift(site, lists)]
-    readers = defaultdict[str, list[Action]](list)
-    for site in w.sites:
-        for r in site.readers if site.norm.centring else ():
-            if site.norm.shift is None or r.bias is not None or r.blind:
-                readers[r.matrix.name].append(reader := Reader("reader", site.name, site.norm, r))
-                _add(reader, lists)
-    for name, q, k in w.qk_norms:
-        _add(QKGains("q/k gains", name, q, k), lists)
-    for name, tables in w.score_tables:
-        _add(Exchange("score bias", name, tables, ()), lists)
+    lists = _Lists([], [], set() if wiring is None else wiring.tied(), weights)
+    shifted = [] if wiring is None else _add_norms(wiring, lists)
     # Without a wiring nobody vouches that attention weights sum to 1.
-    for kind, p in product(("key bias", "value bias") if w.sites else ("key bias",), heads):
+    kinds = ("key bias", "value bias") if wiring is not None and wiring.sites else ("key bias",)
+    for kind, p in product(kinds, heads):
         if (found := _head_bias(kind, p, shifted, weights)) is not None:
             _add(found, lists)
     if wiring is not None:
-        _add_stream(w, lists)
-    for name, a in w.classifiers if classes else ():
-        matrix, *bias = a.written
-        _add(Centring("classes", name, (matrix,), tuple(readers[matrix.name])), lists)
-        if bias:
-            _add(Centring("classes", f"{name} biases", (bias[0],)), lists)
-    scales = [f"layer scale: {name}" for name, *_ in w.scales]
-    if w.closed and w.sites and not w.reads_stream_raw and all(gains) and _has(lists, scales):
-        # A shift lies in the stream where a frozen bias keeps it from being folded; what is folded stays.
-        rows = (*w.vectors, *(s.norm.shift for s in w.sites if s.norm.shift is not None))
-        after = (*scales, *(f"gain: {s.name}" for s in w.sites if s.norm.gain is not None))
-        _add(Rotation("rotation", "the stream", tuple(dict.fromkeys(rows)), w.centred, after=after), lists)
-    return [a.among(lists.found) for a in lists.found], lists.refused
+        _add_stream(wiring, lists)
+        if classes:
+            _add_classes(wiring, lists)
+        _add_rotation(wiring, lists)
+    return [a.among(lists.found) for a in lists.found] if lists.refused else lists.found, lists.refused
 
 
 class _Lists(NamedTuple):
@@ -154,19 +133,37 @@ def _has(lists: _Lists, labels: Sequence[str]) -> bool:
     return {a.label for a in lists.found}.issuperset(labels)
 
 
-def _add_gain(site: Site, to: _Lists) -> bool:
+def _add_norms(w: Wiring, to: _Lists) -> list[Site]:
+    """List what scales and shifts at norms and scores; return the sites whose shift is folded."""
+    for name, unit, a in w.scales:
+        _add(Scale("layer scale", name, unit, (), tuple(a.written)), to)
+    for site in w.sites:
+        _add_gain(site, to)
+    shifted = [site for site in w.sites if site.norm.shift is not None and site.readers and _add_shift(site, to)]
+    for site in w.sites:
+        for r in site.readers if site.norm.centring else ():
+            if site.norm.shift is None or r.bias is not None or r.blind:
+                _add(Reader("reader", site.name, site.norm, r), to)
+    for name, q, k in w.qk_norms:
+        _add(QKGains("q/k gains", name, q, k), to)
+    for name, tables in w.score_tables:
+        _add(Exchange("score bias", name, tables, ()), to)
+    return shifted
+
+
+def _add_gain(site: Site, to: _Lists) -> None:
     """List the gain of a norm that only linear layers read; where a gain is 0, the shift must be folded first."""
     its, shift = site.norm, _shift(site)
     if not site.readers or site.carried or its.gain is None or its.gain.name not in to.weights:
-        return False
+        return
     waits = shift is not None and has_zeros(its, State(to.weights), its.gain)
     if waits and shift is not None and _obstacle(shift, to):
-        return False
+        return
     readers = tuple(r.matrix for r in site.readers)
     after = (shift.label,) if waits and shift is not None else ()
     its_shift = shift if waits else None
     unit, alike = its.gain, tuple(its.slots[1:])
-    return _add(Gain("gain", site.name, unit, alike, readers, its.offset, shift=its_shift, after=after), to)
+    _add(Gain("gain", site.name, unit, alike, readers, its.offset, shift=its_shift, after=after), to)
 
 
 def _add_shift(site: Site, to: _Lists) -> bool:
@@ -191,6 +188,26 @@ def _add_stream(w: Wiring, to: _Lists) -> None:
         _add(a, to, "" if _has(to, a.after) else "its layer scale is not folded")
 
 
+def _add_classes(w: Wiring, to: _Lists) -> None:
+    """List what adds one number to all logits of a softmax."""
+    for name, a in w.classifiers:
+        matrix, *bias = a.written
+        shared = (r for r in to.found if isinstance(r, Reader) and r.affine.matrix.name == matrix.name)
+        _add(Centring("classes", name, (matrix,), tuple(shared)), to)
+        if bias:
+            _add(Centring("classes", f"{name} biases", (bias[0],)), to)
+
+
+def _add_rotation(w: Wiring, to: _Lists) -> None:
+    """List the rotation of the stream, where everything that reads it is known and every gain is folded."""
+    gains = (f"gain: {s.name}" for s in w.sites if s.norm.gain is not None)
+    after = (*(f"layer scale: {name}" for name, *_ in w.scales), *gains)
+    if w.closed and w.sites and not w.reads_stream_raw and _has(to, after):
+        # A shift lies in the stream where a frozen bias keeps it from being folded; what is folded stays.
+        rows = (*w.vectors, *(s.norm.shift for s in w.sites if s.norm.shift is not None))
+        _add(Rotation("rotation", "the stream", tuple(dict.fromkeys(rows)), w.centred, after=after), to)
+
+
 def _shift(site: Site) -> Shift | None:
     beta, carried = site.norm.shift, None if site.carried is None else site.carried.bias
     return None if beta is None else Shift("shift", site.name, beta, site.norm, site.readers, carried)
@@ -201,15 +218,21 @@ def lengths_of(model: nn.Module) -> tuple[list[Action], list[Refusal]]:
 
     Layers may share weights, if all of them divide the same rows by their lengths, and nothing else uses these.
     """
-    plain, name_of = plain_names(model), naming(model)
+    normalised = [
+        (path, module, own, steps)
+        for path, module in model.named_modules()
+        for own, steps in getattr(module, "parametrizations", {}).items()
+        if type(steps[0]).__name__ == "_WeightNorm" and len(steps) == 1 and not steps.original1.is_complex()
+    ]
+    if not normalised:
+        return [], []
+    plain, name_of, held = plain_names(model), naming(model), places_of(model)
     places = defaultdict[Slot, list[str]](list)
-    for path, module in model.named_modules():
-        for own, steps in getattr(module, "parametrizations", {}).items():
-            if type(steps[0]).__name__ == "_WeightNorm" and len(steps) == 1 and not steps.original1.is_complex():
-                inside = f"parametrizations.{own}.original1"
-                rows = replace(_normalised(module, inside, steps[0].dim), name=name_of(path, inside))
-                places[rows].append(plain(f"{path}.{own}".removeprefix(".")))
-    found, refusals, held = list[Action](), list[Refusal](), places_of(model)
+    for path, module, own, steps in normalised:
+        inside = f"parametrizations.{own}.original1"
+        rows = replace(_normalised(module, inside, steps[0].dim), name=name_of(path, inside))
+        places[rows].append(plain(f"{path}.{own}".removeprefix(".")))
+    found, refusals = list[Action](), list[Refusal]()
     for rows, (place, *others) in places.items():
         if held[rows.name] == 1 + len(others):
             found.append(Length("length", place, rows))
@@ -335,12 +358,10 @@ def canonical_form(
     check_symmetries(symmetries)
     state = fold(weights, symmetries, state)
     fixed = dict.fromkeys(s for a in symmetries.actions for s in a.constant)
-    pairs = list[SymmetricPair]()
-    for p in symmetries.pairs:
-        G, H = (tuple(s for s in slots if s not in fixed) for slots in (p.G, p.H))
-        pairs.append(replace(p, G=G, H=H, null=()))
+    left = [[tuple(s for s in slots if s not in fixed) for slots in (p.G, p.H)] for p in symmetries.pairs]
+    pairs = tuple(replace(p, G=G, H=H, null=()) for p, (G, H) in zip(symmetries.pairs, left, strict=True))
     values = {name: v.to(at_least_float32(weights[name].dtype)).to(weights[name].device) for name, v in state.items()}
-    return CanonicalForm(values, masks(fixed, weights), replace(symmetries, pairs=tuple(pairs)))
+    return CanonicalForm(values, masks(fixed, weights), replace(symmetries, pairs=pairs))
 
 
 def fold(weights: Mapping[str, Tensor], symmetries: Symmetries, state: State | None = None) -> State:

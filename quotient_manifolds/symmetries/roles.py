@@ -293,9 +293,8 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
     """
     if any(hasattr(module, mark) for mark in ("conv1d", "A_log")):  # a state-space layer
         return None
-    main: dict[str, Projection] = {}
-    further: dict[str, tuple[Projection | Rows, ...]] = {}
-    unnamed: list[Projection] = []
+    main, unnamed = dict[str, Projection](), list[Projection]()
+    further = defaultdict[str, tuple[Projection | Rows, ...]](tuple)
     for found in _weights(module, module):
         name = found.path if found.weight == "weight" else found.name(found.weight)
         words, letters = _read(name, _FURTHER)
@@ -305,7 +304,7 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
         if not words and letters == "o":
             unnamed.append(found)
         elif words & _FURTHER:
-            further[letters] = (*further.get(letters, ()), found)
+            further[letters] += (found,)
         elif letters in main:
             return None
         else:
@@ -323,8 +322,8 @@ def roles_of(module: nn.Module, idle: Callable[[nn.Module], bool] | None = None)
     roles = dict[str, Projection]()
     for letters, whole in main.items():
         for c in letters:
-            rows = (*further.get(c, ()), *more.get(c, ()))
-            roles[c] = replace(whole, letters=letters, into=c != "o", further=rows, **biases.get(c, {}))
+            rows = (*further[c], *more[c])
+            roles[c] = replace(whole, letters=letters, into=c != "o", further=rows, **biases[c])
     return roles
 
 
