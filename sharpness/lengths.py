@@ -30,41 +30,30 @@ def vector_lengths(
     of_pairs = [s for p in symmetries.pairs for s in p.slots]
     of_pairs += [s for r in symmetries.refused if r.cause is Cause.FROZEN and r.H for s in r.slots]
     moved = masks(of_pairs, weights)
-    numbers = {n for n, p in weights.items() if p.element_size() > 1 and (p.is_floating_point() or p.is_complex())}
-
-    def inside(name: str) -> Tensor:
-        p = weights[name]
-        return moved[name] if name in moved else torch.zeros(p.shape, dtype=torch.bool, device=p.device)
-
-    def norm(name: str, *dims: int) -> Tensor:
-        """Sum over the entries outside pairs, or over all where none is outside."""
-        w = values(name)
-        whole = torch.linalg.vector_norm(w, dim=dims, keepdim=True)
-        if name not in moved:
-            return whole
-        mask = inside(name)
-        outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
-        return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
-
-    writers = [a for _, a in wiring.writers] + [Affine(n.H[0]) for n in wiring.neurons]
+    writers = (*(a for _, a in wiring.writers), *(Affine(n.H[0]) for n in wiring.neurons))
     writing = {a.matrix.name: a for a in writers}
     affines = _affines(model, weights) | {r.matrix.name: r for s in wiring.sites for r in s.readers} | writing
-    found = dict[str, Tensor]()
-    for matrix, a in affines.items():
-        if matrix not in numbers:
-            continue
-        outputs = int(a.matrix.stride[0] < a.matrix.stride[1])  # the dimension of the weight that runs over them
-        inputs = [d for d in range(weights[matrix].dim()) if d != outputs]
-        found[matrix] = rows = norm(matrix, *([outputs] if matrix in writing else inputs))
-        if a.bias is not None and matrix not in writing:
-            added = a.bias.name
-            together = inside(matrix).sum(inputs).bool() == inside(added)
-            joint = torch.hypot(rows.flatten(), values(added))
-            found[added] = torch.where(together, joint, norm(added, 0))
-            found[matrix] = torch.where(together, joint, rows.flatten()).view(rows.shape)
+    alone, touched = dict[str, Tensor](), dict[str, Tensor]()
     for name, p in weights.items():
-        if name not in found and name in numbers:
-            found[name] = norm(name, -1) if p.dim() else values(name).abs()
+        if p.element_size() == 1 or not (p.is_floating_point() or p.is_complex()):
+            continue
+        w, a = values(name), affines.get(name)
+        outputs = p.dim() - 1 if a is None else int(a.matrix.stride[0] < a.matrix.stride[1])
+        dims = [d for d in range(p.dim()) if (d == outputs) == (a is None or name in writing)]  # those of one vector
+        alone[name] = whole = torch.linalg.vector_norm(w, dim=dims, keepdim=True) if dims else w.abs()
+        if name in moved:  # the entries outside pairs, or all where none is outside
+            touched[name] = moved[name].sum(dims, keepdim=True)
+            outside = torch.linalg.vector_norm(w.masked_fill(moved[name], 0), dim=dims, keepdim=True)
+            alone[name] = torch.where(touched[name] == w.numel() // whole.numel(), whole, outside)
+    found = dict(alone)
+    for matrix, a in affines.items():
+        if a.bias is not None and matrix in alone and matrix not in writing:
+            rows, added = alone[matrix].flatten(), a.bias.name
+            joint = torch.hypot(rows, values(added))
+            none = torch.zeros_like(joint, dtype=torch.bool)
+            together = touched.get(matrix, none).flatten().bool() == moved.get(added, none)
+            found[added] = torch.where(together, joint, alone[added])
+            found[matrix] = torch.where(together, joint, rows).view(alone[matrix].shape)
     for pair in (p for p in symmetries.pairs if p.group.positive and p.part != "neurons"):
         for side in (pair.G, pair.H):  # such pairs are not divided out: each column is a vector
             columns = torch.cat([s.of(values(s.name)) for s in side]).norm(dim=0)
@@ -78,10 +67,10 @@ def _affines(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Affin
     """Describe the layers of a model by the names of their matrices: rows of neurons with their biases."""
     name_of, found = naming(model), dict[str, Affine]()
     for path, module in model.named_modules():
+        own, transposed = dict(module.named_parameters(recurse=False)), type(module).__name__ == "Conv1D"
         for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
-            W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
-            matrix, vector = (name_of(path, own) for own in (weight, bias))
-            transposed = type(module).__name__ == "Conv1D"
+            W, b = own.get(weight), own.get(bias)
+            matrix, vector = (name_of(path, name) for name in (weight, bias))
             if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)) or matrix not in weights:
                 continue
             if b is None or (b.shape == (W.shape[int(transposed)],) and vector in weights):  # else no neuron has both
