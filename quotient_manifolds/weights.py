@@ -81,10 +81,8 @@ def is_point(p: Tensor) -> TypeGuard[Any]:
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
     """Return what strips the prefixes of ``torch.compile``, and of wrappers such as DDP, from a model's names."""
-    prefix, some = "", any(True for _ in model.parameters())
-    while some and all(
-        name.replace("_orig_mod.", "").startswith(f"{prefix}module.") for name, _ in model.named_parameters()
-    ):  # else a layer has this name
+    prefix, names = "", [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]
+    while names and all(name.startswith(f"{prefix}module.") for name in names):  # else a layer has this name
         prefix += "module."
     return lambda name: f"{name}.".replace("_orig_mod.", "").removeprefix(prefix).rstrip(".")
 

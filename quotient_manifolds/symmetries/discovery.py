@@ -133,9 +133,10 @@ def with_wiring(
     from .folding import actions_of, lengths_of  # what heads alone do not need
 
     wiring, weights, plain = wiring_of(model), weights_of(model), plain_names(model)
-    hidden = [] if wiring is None or "neurons" not in scope else settled(wiring.neurons, model)
-    neurons = Symmetries.of_claims(hidden)
-    found = replace(found, pairs=found.pairs + neurons.pairs, refused=found.refused + neurons.refused, wiring=wiring)
+    found = replace(found, wiring=wiring)
+    if wiring is not None and "neurons" in scope:
+        neurons = Symmetries.of_claims(settled(wiring.neurons, model))
+        found = replace(found, pairs=found.pairs + neurons.pairs, refused=found.refused + neurons.refused)
     if "stream" not in scope:
         return found
     # Beside a key that is always zero, attention weights do not sum to 1.

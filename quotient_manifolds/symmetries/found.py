@@ -93,10 +93,9 @@ class Symmetries:
     @property
     def unwired(self) -> str:
         """Why the network is not wired; empty if it is."""
-        if self.wiring is not None and self.wiring.sites:
-            return ""
-        reason = self.wiring.reason if self.wiring is not None else ""
-        return f"its adapter does not fit: {reason}" if reason else "no adapter describes how this network is wired"
+        if self.wiring is None or not (self.wiring.sites or self.wiring.reason):
+            return "no adapter describes how this network is wired"
+        return "" if self.wiring.sites else f"its adapter does not fit: {self.wiring.reason}"
 
     def restricted(self, names: Iterable[str]) -> Symmetries:
         """Return what is left where only the weights of some names move, which a wrapper such as DDP may have changed.

@@ -267,8 +267,7 @@ class SlotStack:
                 first, stop = column[start], start + 1
                 step = column[stop].offset - first.offset if stop < len(column) else 0
                 while step > 0 and stop < len(column):
-                    s, offset = column[stop], first.offset + (stop - start) * step
-                    if (s.name, s.size, s.stride, s.offset) != (first.name, first.size, first.stride, offset):
+                    if column[stop] != replace(first, offset=first.offset + (stop - start) * step):
                         break
                     stop += 1
                 stride = (step if stop > start + 1 else 0, *first.stride)
