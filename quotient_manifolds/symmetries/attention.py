@@ -51,6 +51,8 @@ _INNER_NORMS = ("norm", "ln_inner")
 _QK_NORM = "queries and keys are normalised (q_norm, k_norm): no continuous symmetry"
 _INNER_NORM = "the heads' outputs are normalised before the output projection: no symmetry"
 _WRAPPED = "peft merges LoRA into this layer at every forward pass; only the adapter's own symmetry is offered"
+
+
 Handler = Callable[[nn.Module], Iterable[Claim]]
 HANDLERS = ByClass[Handler]()
 
@@ -105,11 +107,10 @@ def head_pairs(kind: str, heads: Heads, one: Projection, two: Projection) -> Ite
         for part, group, start, count, rotary in parts:
             G, H = (tuple(s.part(start, count, rotary) for s in slots) for slots in factors)
             null = () if rotary else tuple(s for s in H if s.name == bias)
-            tied = not set(G).isdisjoint(H)
-            yield (
-                Refusal("", kind, Cause.TIED, head=i, part=part) if tied
-                else SymmetricPair("", kind, group, G, H, i, part, null)
-            )  # fmt: skip
+            if set(G).isdisjoint(H):
+                yield SymmetricPair("", kind, group, G, H, i, part, null)
+            else:
+                yield Refusal("", kind, Cause.TIED, head=i, part=part)
 
 
 class Proposal(NamedTuple):
