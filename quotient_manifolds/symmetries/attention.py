@@ -171,13 +171,11 @@ def _of_known_class(row: dict[str, str], module: nn.Module) -> list[Claim]:
     heads = next((int(n) for n in numbers if isinstance(n, Integral)), 0)
     if not heads:
         return no_pair(Cause.BROKEN, f"{cls} does not say how many heads it has, as {' or '.join(_HEADS)}")
-    fits: list[Heads] = []
-    for kind in ("qk", "vo"):
-        found = [p for p in possible_heads(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]
-        if not found:
-            return no_pair(Cause.BROKEN, f"the projections of {kind} do not divide into {heads} heads")
-        fits.append(found[0])
-    qk, vo = fits
+    possible = ((kind, possible_heads(roles, kind, heads)) for kind in ("qk", "vo"))
+    fits = {kind: [p for p in of if p.blocks == (p.kv_number if by_head else 1)] for kind, of in possible}
+    if unfit := [kind for kind, found in fits.items() if not found]:
+        return no_pair(Cause.BROKEN, f"the projections of {unfit[0]} do not divide into {heads} heads")
+    qk, vo = (first for first, *_ in fits.values())
     if group in PLANES:
         qk = replace(qk, rotary_size=_rotary_size(module, qk.size, bool(partly)))
     parts = {name: getattr(module, name, None) for name in (*_APPENDED, *_QK_NORMS, *_INNER_NORMS, "gate")}

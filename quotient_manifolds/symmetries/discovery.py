@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..passes import Forward, Run, default_forward
 from ..weights import check_model, check_whole, first_names, is_point, naming, plain_names, running_copy, weights_of
@@ -145,7 +146,7 @@ def with_wiring(
     heads: list[Claim] = [*found.pairs, *(r for r in found.refused if r.cause is Cause.COMPUTED)]
     heads = [p for p in heads if p.module not in zero_key]
     actions, refusals = actions_of(wiring, heads, weights, classes=classes)
-    lengths, shared = lengths_of(model)
+    lengths, shared = lengths_of(model) if any(map(is_parametrized, model.modules())) else ([], [])
     return replace(found, actions=(*actions, *lengths), refused=(*found.refused, *refusals, *shared))
 
 

@@ -218,21 +218,15 @@ def lengths_of(model: nn.Module) -> tuple[list[Action], list[Refusal]]:
 
     Layers may share weights, if all of them divide the same rows by their lengths, and nothing else uses these.
     """
-    normalised = [
-        (path, module, own, steps)
-        for path, module in model.named_modules()
-        for own, steps in getattr(module, "parametrizations", {}).items()
-        if type(steps[0]).__name__ == "_WeightNorm" and len(steps) == 1 and not steps.original1.is_complex()
-    ]
-    if not normalised:
-        return [], []
-    plain, name_of, held = plain_names(model), naming(model), places_of(model)
+    plain, name_of = plain_names(model), naming(model)
     places = defaultdict[Slot, list[str]](list)
-    for path, module, own, steps in normalised:
-        inside = f"parametrizations.{own}.original1"
-        rows = replace(_normalised(module, inside, steps[0].dim), name=name_of(path, inside))
-        places[rows].append(plain(f"{path}.{own}".removeprefix(".")))
-    found, refusals = list[Action](), list[Refusal]()
+    for path, module in model.named_modules():
+        for own, steps in getattr(module, "parametrizations", {}).items():
+            if type(steps[0]).__name__ == "_WeightNorm" and len(steps) == 1 and not steps.original1.is_complex():
+                inside = f"parametrizations.{own}.original1"
+                rows = replace(_normalised(module, inside, steps[0].dim), name=name_of(path, inside))
+                places[rows].append(plain(f"{path}.{own}".removeprefix(".")))
+    found, refusals, held = list[Action](), list[Refusal](), places_of(model)
     for rows, (place, *others) in places.items():
         if held[rows.name] == 1 + len(others):
             found.append(Length("length", place, rows))
