@@ -278,23 +278,27 @@ def merged(claims: Iterable[Claim]) -> list[Claim]:
     home: dict[Slot, int] = {}
     for i, p in enumerate(claims):
         found[i] = p
-        if isinstance(p, Refusal):
-            continue
-        first, *others = sorted({i, *(home[s] for s in p.slots if s in home)})
-        parts = [found[j] for j in (first, *others)]
-        G, H, null = (  # all slots, each once
-            tuple(dict.fromkeys(s for q in parts for s in getattr(q, name, ()))) for name in ("G", "H", "null")
-        )
-        home.update((s, first) for s in G + H)
-        known = next((q for q in parts if isinstance(q, Refusal)), None)
-        if known is not None or not set(G).isdisjoint(H):
-            cause, detail = (known.cause, known.detail) if known is not None else (Cause.TIED, "")
-            found.update((j, refused(found[j], cause, detail)) for j in (first, *others))
-            continue
-        for j in others:
-            del found[j]
-        found[first] = replace(parts[0], G=G, H=H, null=null)
+        slots = p.slots if isinstance(p, SymmetricPair) else ()
+        sharing = sorted({i, *(home[s] for s in slots if s in home)})
+        home.update(dict.fromkeys(slots, sharing[0]))
+        if len(sharing) > 1 or len(set(slots)) < len(slots):
+            _merge_(found, home, sharing)
     return list(found.values())
+
+
+def _merge_(found: dict[int, Claim], home: dict[Slot, int], numbers: Sequence[int]) -> None:
+    """Let the first of some claims have the slots of all, each once, or refuse all of them."""
+    (first, *others), parts = numbers, [found[i] for i in numbers]
+    G, H, null = (tuple(dict.fromkeys(s for p in parts for s in getattr(p, name, ()))) for name in ("G", "H", "null"))
+    home.update(dict.fromkeys(G + H, first))
+    known = next((p for p in parts if isinstance(p, Refusal)), None)
+    if known is not None or not set(G).isdisjoint(H):
+        cause, detail = (known.cause, known.detail) if known is not None else (Cause.TIED, "")
+        found.update((i, refused(found[i], cause, detail)) for i in numbers)
+        return
+    for i in others:
+        del found[i]
+    found[first] = replace(parts[0], G=G, H=H, null=null)
 
 
 def settled(claims: Iterable[Claim], model: nn.Module, *, decided: bool = False) -> list[Claim]:
