@@ -14,7 +14,7 @@ FORKING = (
 
 #: The longest of the other files, which begin next: one that began last would keep all but one core idle.
 LONG = (
-    "test_docs.py", "test_logarithm.py", "test_evaluation.py", "test_manifolds.py", "test_building.py",
+    "test_docs.py", "test_logarithm.py", "test_evaluation.py", "test_manifolds.py", "test_complete.py",
     "test_points.py", "test_align.py", "test_generalization.py", "test_geodesics.py", "test_nullity.py",
     "test_optim.py", "test_fuzz.py", "test_newcomers.py", "test_examination.py", "test_handlers.py",
     "test_adapters.py", "test_measures.py", "test_parameters.py", "test_testing.py", "test_packaging.py",

@@ -15,8 +15,8 @@ from quotient_manifolds.passes import default_forward
 from quotient_manifolds.symmetries import find, model_distance
 from quotient_manifolds.weights import pointing_to, weights_of
 from sharpness import critical_sharpness
-from sharpness.building import trainable
 from sharpness.losses import IGNORED, Objective, labels_of, to_float32
+from sharpness.patches import trainable
 
 __all__ = [
     "baselines", "distance", "fisher_trace", "geodesic_distance", "margin", "norms", "relative_flatness",

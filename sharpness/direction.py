@@ -18,10 +18,10 @@ from quotient_manifolds.symmetries.attention import HANDLERS, candidates
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
 
-from .building import stacks_of
 from .errors import aligned
 from .measures import Measure
-from .patches import PairPatch, Patch
+from .patch import Patch
+from .patches import PairPatch, stacks_of
 from .points import PointPatch
 
 #: The parts of a network, in the order of tables.

@@ -9,7 +9,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from quotient_manifolds.symmetries import SymmetricPair
 
 AscentName = Literal["power", "apgd"]
 
@@ -81,14 +84,9 @@ class Measure:
                 raise ValueError(f"measure {self.name!r}: {name} must be one of {get_args(kind)}, got {value!r}")
 
     @property
-    def divides(self) -> bool:
-        """Whether pairs are taken modulo their symmetry."""
-        return self.pair_metric is not None and self.symmetry != "none"
-
-    @property
     def at_weights(self) -> Measure:
         """The measure of the same gradient and Hessian at the weights, without exact geodesics, which cost more."""
-        return replace(self, geodesic="second-order") if self.divides and self.geodesic == "exact" else self
+        return replace(self, geodesic="second-order") if divides(self) and self.geodesic == "exact" else self
 
     @property
     def takes_points(self) -> bool:
@@ -105,6 +103,16 @@ MEASURES: dict[str, Measure] = {
     "adaptive": Measure("adaptive", rho=0.5),
     "euclidean": Measure("euclidean", elementwise="euclidean", rho=0.05),
 }
+
+
+def divides(measure: Measure, pair: SymmetricPair | None = None) -> bool:
+    """Return whether a measure takes a pair modulo its symmetry, or without one any pair at all.
+
+    Of positive numbers a representative may have other signs.
+    """
+    if pair is None:
+        return measure.pair_metric is not None and measure.symmetry != "none"
+    return not pair.group.positive and bool(pair.metric or measure.symmetry in ("all", pair.kind))
 
 
 def get_measure(measure: str | Measure, **changes: Any) -> Measure:

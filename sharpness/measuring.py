@@ -22,10 +22,10 @@ from quotient_manifolds.symmetries.refusals import UnknownAttentionError
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import naming, plain_class, plain_names, weights_of
 
-from .building import trainable
 from .distributed import world_of
 from .losses import SMALL, Objective, check_batches, computed_in, rounding_error, to_float32
-from .measures import Measure, get_measure
+from .measures import Measure, divides, get_measure
+from .patches import trainable
 from .space import Unreached, WeightSpace
 
 #: Number of modules or weights that a remark names.
@@ -52,12 +52,12 @@ def attached_space(
         first = next(stream, stream)  # an end is told by what no batch can be
         if first is stream:
             raise ValueError("batches is empty; pass at least one batch")
-        moving, remarks, divides = trainable(model, whole=False), list[str](), measure.divides
+        moving, remarks, dividing = trainable(model, whole=False), list[str](), divides(measure)
         make = partial(_space_of_shards(), model) if sharded else partial(WeightSpace, model, moving=moving)
         first = to_device(first, next(iter(moving.values())).device)
-        may_examine = divides and symmetries is None and not sharded
+        may_examine = dividing and symmetries is None and not sharded
         loss, symmetries = _check_first(
-            model, objective, first, symmetries, remarks, divides=divides, may_examine=may_examine
+            model, objective, first, symmetries, remarks, dividing=dividing, may_examine=may_examine
         )
         if measure.form == "own":
             space = make(measure, symmetries)
@@ -65,7 +65,7 @@ def attached_space(
             make = partial(make, symmetries=symmetries)
             space = _at_canonical_form(make, measure, objective, first, loss, remarks)
         space.remarks = remarks
-        if symmetries is None and not divides and not sharded:
+        if symmetries is None and not dividing and not sharded:
             space.examine = partial(_heads_of, model, objective, to_float32(first) if space.in_float32 else first)
         with space.attached():
             yield space, enumerate(itertools.chain([first], stream))
@@ -80,7 +80,7 @@ def _space_of_shards() -> type[WeightSpace]:
 
 def _check_first(
     model: nn.Module, objective: Objective, batch: Any, symmetries: Symmetries | None, remarks: list[str], *,
-    divides: bool, may_examine: bool,
+    dividing: bool, may_examine: bool,
 ) -> tuple[float, Symmetries | None]:  # fmt: skip
     """Check that the loss is finite, and examine layers of unknown classes unless symmetries are given.
 
@@ -93,7 +93,7 @@ def _check_first(
     if may_examine and candidates(model):
         symmetries = _examined(model, objective, batch, remarks)
     try:
-        loss: float = check_coverage(model, run, symmetries) if divides else run()
+        loss: float = check_coverage(model, run, symmetries) if dividing else run()
     except UnknownAttentionError as error:
         if given:
             _warn(f"outside of the pairs that were given, {error}", remarks)

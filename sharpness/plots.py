@@ -26,6 +26,7 @@ from .direction import Direction, LayerShare, LayerShares, along
 from .errors import require_extra
 from .files import atomic_write, write_text
 from .losses import Objective, to_float32
+from .measures import divides
 from .results import NoDirectionError, SharpnessResult, settings, summary
 from .spectra import MATRICES, Spectrum
 
@@ -142,7 +143,7 @@ def plot_profile(
     with figure(path, (6.4, 4.4)) as (drawn, ((axes,),)):
         axes.axvspan(-direction.norm, direction.norm, color="0.93", label=f"ball, ρ = {direction.norm:.3g}")
         axes.axvline(0, color="0.6", linewidth=1)
-        way = direction.measure.geodesic if direction.measure.divides else "first-order"
+        way = direction.measure.geodesic if divides(direction.measure) else "first-order"
         axes.plot(times * direction.norm, losses, color="#0072B2", label=_WAYS[way], linewidth=2.2)
         axes.set(xlabel="distance from the weights, in the metric", ylabel="loss")
         axes.set_title(f"{direction.measure.name}: loss along the worst direction")

@@ -16,7 +16,7 @@ from quotient_manifolds.symmetries.slots import real_view
 from quotient_manifolds.weights import is_point
 
 from .measures import Measure
-from .patches import SinglePatch, Tensors
+from .patch import SinglePatch, Tensors
 
 #: Numbers in the frames of a parameter's points, each the square of a point's size.
 _LARGEST = 2**22

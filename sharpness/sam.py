@@ -18,9 +18,9 @@ from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.symmetries.found import certify
 from quotient_manifolds.weights import pointing_to, weights_of
 
-from .building import build_patches, known, stacks_of, trainable, warn_of_unknown
-from .measures import Measure, get_measure
-from .patches import Patch
+from .measures import Measure, divides, get_measure
+from .patch import Patch
+from .patches import build_patches, known, stacks_of, trainable, warn_of_unknown
 from .points import check_points
 
 
@@ -133,7 +133,7 @@ class GeodesicSAM(Optimizer):
                     f"parameter {name!r} is {p.dtype}, in which a small perturbation would be rounded away; keep the "
                     "weights in float32 and train under torch.autocast"
                 )
-        if symmetries is None and measure.divides:
+        if symmetries is None and divides(measure):
             warn_of_unknown(model)
         check_points(measure, parameters)
         stacks = stacks_of(measure, known(model, measure, symmetries).restricted(parameters).of_full_rank(), parameters)

@@ -15,11 +15,11 @@ from quotient_manifolds.symmetries import PairStack, SymmetricPair, Symmetries, 
 from quotient_manifolds.symmetries.actions import State
 from quotient_manifolds.weights import is_sharded, reshard, trained, weights_of
 
-from .building import build_patches, stacks_of
 from .distributed import World, twin_of, world_of
 from .lengths import vector_lengths
 from .measures import Measure
-from .patches import PairPatch, Patch
+from .patch import Patch
+from .patches import PairPatch, build_patches, stacks_of
 from .space import Unreached, WeightSpace
 
 

@@ -19,10 +19,10 @@ from quotient_manifolds.symmetries.found import HALF_PRECISION, certify
 from quotient_manifolds.weights import is_narrow, is_point, pointing_to, weights_of
 
 from .ascent import gram_matrix
-from .building import build_patches, divides, known, stacks_of, trainable
 from .direction import Direction, WeightParts, parts_of, squares_of
-from .measures import Measure
-from .patches import PairPatch, Patch, in_memory_of
+from .measures import Measure, divides
+from .patch import Patch
+from .patches import PairPatch, build_patches, in_memory_of, known, stacks_of, trainable
 from .points import check_points
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class WeightSpace:
         tensors = {name: out[name].cpu() for name in self.parameters}
         if not self._parts:
             pairs = [p for p in self._known.pairs if p.part != "neurons"]
-            if self.given is not None or not self.measure.divides:  # labels, which it does not need otherwise
+            if self.given is not None or not divides(self.measure):  # labels, which it does not need otherwise
                 from quotient_manifolds.symmetries import find
 
                 pairs = [*find(self.model).pairs, *(self.examine() if self.given is None else self.given.pairs)]

@@ -26,8 +26,8 @@ from quotient_manifolds.symmetries.discovery import ALL
 from quotient_manifolds.weights import weights_of
 from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
-from sharpness.building import trainable
 from sharpness.lengths import vector_lengths
+from sharpness.patches import trainable
 from tests.support import architectures, networks
 from tests.support.extent import EXHAUSTIVE, checkered, share
 from tests.support.whole_networks import BACKBONES, CAUSAL, SMALL, build, headed, heads, inputs, loss
