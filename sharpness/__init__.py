@@ -7,9 +7,10 @@ if TYPE_CHECKING:
     from .critical import critical_sharpness
     from .curvature import HessianOperator
     from .direction import Direction, LayerShare, LayerShares, perturbed
-    from .evaluation import average, evaluate, gradient_norm, hessian
+    from .evaluation import evaluate
     from .measures import MEASURES, Measure, Search, get_measure
     from .monitor import measured
+    from .other_statistics import average, gradient_norm, hessian
     from .results import SharpnessResult
     from .sam import GeodesicSAM
     from .space import WeightSpace
@@ -49,6 +50,7 @@ def __getattr__(name: str) -> Any:
         ".direction",
         ".measures",
         ".monitor",
+        ".other_statistics",
         ".results",
         ".sam",
         ".space",

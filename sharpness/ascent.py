@@ -68,7 +68,10 @@ class Ascent:
         Whether the gap is below the tolerance; None without a tolerance.
     slope : float or None
         Outward derivative of f, :math:`\langle \nabla f(x), x \rangle / \|x\|`, at the best point where the gradient is
-        known. If it is negative, there are larger values inside the ball.
+        known.
+    inward : bool
+        Whether there may be larger values inside the ball: the slope is negative, or f rose nowhere above its value at
+        the origin.
 
     Examples
     --------
@@ -89,6 +92,7 @@ class Ascent:
     fw_gap: float | None
     converged: bool | None
     slope: float | None = None
+    inward: bool = False
 
 
 def power(
@@ -141,11 +145,11 @@ def power(
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
     begun, momentum, omega = gram[1, 1] > 0, False, 1.0
     gap: float | None
-    gap, slope = _gap(gram, radius)
+    gap, slope, done = _optimality(gram, radius, top, base, relative_tol, best.dtype)
     # After a rise the best point before this one, else memory alone, of weight 0; each vector is as large as the model.
     other = None if begun else start
     for k in range(1, steps + 1):
-        if begun and _done(gap, top, base, relative_tol, best.dtype):
+        if begun and done:
             break
         weights = _power_weights(gram, radius, omega, momentum=momentum, dtype=best.dtype)
         vectors = (g, best) if other is None else (g, best, other)
@@ -158,15 +162,15 @@ def power(
             seen(history)
         if not begun or value > top:
             other, momentum = (best, True) if begun else (None, False)
-            omega, begun, best, top, gap = min(1.0, 1.2 * omega), True, x, value, None
+            omega, begun, best, top, gap, done = min(1.0, 1.2 * omega), True, x, value, None, False
             if out is not None:
                 g = out
                 gram = gram_matrix(g, best, *([] if other is None else [other]), world=world)
-                gap, slope = _gap(gram, radius)
+                gap, slope, done = _optimality(gram, radius, top, base, relative_tol, best.dtype)
         else:
             other, momentum, omega = x, False, omega / 2
-    converged = _done(gap, top, base, relative_tol, best.dtype) if relative_tol > 0 else None
-    return Ascent(best, top, tuple(history), gap, converged, slope)
+    converged, inward = done if relative_tol > 0 else None, top <= base or (slope is not None and slope < 0)
+    return Ascent(best, top, tuple(history), gap, converged, slope, inward)
 
 
 def _power_weights(gram: np.ndarray, radius: float, omega: float, *, momentum: bool, dtype: torch.dtype) -> list[float]:
@@ -221,11 +225,11 @@ def auto_pgd(
     value, g = _begin(f, start, base, known)
     gradients, best_g, top, top_at_mark = (g, torch.empty_like(start)), g, value, value  # of the last and best iterates
     history, base = [value], value if base is None else base
-    fits, gap, slope = True, None, None  # whether best_g is the gradient at the best iterate, and what it says
+    fits, gap, slope, done = True, None, None, False  # whether best_g belongs to the best iterate; what it says
     eta, marks = 2 * radius, set(checkpoints(steps))
     last_mark, raised, halved = 0, 0, False
     for k in range(1, steps + 1):
-        if _done(gap, top, base, relative_tol, x.dtype):
+        if done:
             break
         weights = _pgd_weights(gram_matrix(x, previous, g, world=world), radius, eta, alpha=1.0 if k == 1 else 0.75)
         out = torch.empty_like(x) if previous is x or previous is best else previous
@@ -240,9 +244,10 @@ def auto_pgd(
         if seen is not None:
             seen(history)
         if value > top:
-            best, top, best_g, fits, gap = x, value, g, wanted, None
+            best, top, best_g, fits, gap, done = x, value, g, wanted, None, False
             if fits:
-                gap, slope = _gap(gram_matrix(g, x, world=world), radius)
+                gram = gram_matrix(g, x, world=world)
+                gap, slope, done = _optimality(gram, radius, top, base, relative_tol, x.dtype)
         if k in marks:
             stuck = not halved and top == top_at_mark
             halved = raised < 0.75 * (k - last_mark) or stuck
@@ -251,9 +256,10 @@ def auto_pgd(
                 value, x, previous, g = top, best, best, best_g
             last_mark, raised, top_at_mark = k, 0, top
     if gap is None and fits:
-        gap, slope = _gap(gram_matrix(best_g, best, world=world), radius)
-    converged = _done(gap, top, base, relative_tol, best.dtype) if relative_tol > 0 else None
-    return Ascent(best, top, tuple(history), gap, converged, slope)
+        gram = gram_matrix(best_g, best, world=world)
+        gap, slope, done = _optimality(gram, radius, top, base, relative_tol, x.dtype)
+    converged, inward = done if relative_tol > 0 else None, top <= base or (slope is not None and slope < 0)
+    return Ascent(best, top, tuple(history), gap, converged, slope, inward)
 
 
 def _pgd_weights(gram: np.ndarray, radius: float, eta: float, *, alpha: float) -> list[float]:
@@ -298,18 +304,18 @@ def _begin(f: Function, start: Tensor, base: float | None, known: list[Tensor] |
     return f(start, gradient), gradient
 
 
-def _gap(gram: np.ndarray, radius: float) -> tuple[float, float | None]:
-    """Return the Frank–Wolfe gap and the slope from the Gram matrix of a gradient and its point."""
+def _optimality(
+    gram: np.ndarray, radius: float, top: float, base: float, relative_tol: float, dtype: torch.dtype
+) -> tuple[float, float | None, bool]:
+    """Return what the Gram matrix of a gradient and its point says.
+
+    That is the Frank–Wolfe gap, the slope, and whether the gap is below a share of the increase, or below rounding
+    error.
+    """
     slope = float(gram[0, 1] / math.sqrt(gram[1, 1])) if gram[1, 1] > 0 else None
-    return float(radius * math.sqrt(gram[0, 0]) - gram[0, 1]), slope
-
-
-def _done(gap: float | None, top: float, base: float, relative_tol: float, dtype: torch.dtype) -> bool:
-    """Whether the gap is below a share of the increase, or below rounding error."""
-    if gap is None or relative_tol <= 0:
-        return False
+    gap = float(radius * math.sqrt(gram[0, 0]) - gram[0, 1])
     noise = 4 * torch.finfo(dtype).eps * (abs(base) + abs(top))
-    return gap <= relative_tol * (top - base) + noise
+    return gap, slope, relative_tol > 0 and gap <= relative_tol * (top - base) + noise
 
 
 # -- arithmetic on vectors as long as a model, in few passes -----------------------------------------------------------

@@ -124,9 +124,9 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
 
 def _check(model: str, data: str, own: RunOptions) -> None:
     """Raise for what cannot be measured or written, before gigabytes are fetched or loaded."""
-    from .evaluation import measure_of
     from .hub_data import check_source
     from .measures import checked_radii
+    from .other_statistics import measure_of
     from .study.plan import places
 
     for name in own.measure:
@@ -164,8 +164,8 @@ def _of(kind: Any, chosen: dict[str, Any]) -> dict[str, Any]:
 
 def _print(result: SharpnessResult, guessing: float, *, verbose: bool) -> None:
     """Print what was found, what to compare it with, and what limits it."""
+    from .evaluation import Worst
     from .results import REFERENCE, doubts, headline, settings
-    from .statistic import Worst
 
     low, high = REFERENCE.get(result.measure.name, (0.0, 0.0))
     remarks = [*doubts(result), *result.remarks]

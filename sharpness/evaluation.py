@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import replace
-from difflib import get_close_matches
-from functools import reduce
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from operator import and_
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, is_initialized
 from tqdm.auto import tqdm
 
 from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import check_whole, plain_class, preserve_model_state
 
-from .batch_loss import BatchLoss
+from .ascent import ASCENTS, Ascent
+from .batch_loss import BatchLoss, RadiusError
 from .direction import Direction
 from .distributed import World, check_alike
+from .errors import blocks
 from .losses import LossFunction, Objective
-from .measures import MEASURES, Measure, Search, checked_radii, get_measure
+from .measures import Measure, Search, checked_radii, get_measure
 from .measuring import attached_space, remarks_on
-from .other_statistics import Average, Curvature, GradientNorm
 from .results import SharpnessResult
-from .space import Unreached
-from .statistic import BatchResult, Statistic, Worst
+from .space import Unreached, WeightSpace
+from .statistic import BatchResult, Statistic, WorstResult
+
+__all__ = ["Worst"]
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
+#: Number of times that the radius is halved to look for a larger loss inside the ball.
+_HALVINGS = 12
 
 
 def evaluate(
@@ -110,103 +116,6 @@ def evaluate(
     )  # fmt: skip
 
 
-def average(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, num_samples: int = 20,
-    seed: int = 0, **options: Any,
-) -> SharpnessResult:  # fmt: skip
-    r"""Measure the average sharpness of a model: by how much its loss rises in the mean over Gaussian directions.
-
-    .. math:: \operatorname{mean}_{\text{batches}}\; \operatorname{mean}_{ξ \sim N(0, ρ^2)} L_{\text{batch}}(R_θ(ξ))
-              - L_{\text{batch}}(θ)
-
-    with independent coordinates in which the metric is the identity, each of standard deviation ρ.
-
-    Parameters
-    ----------
-    model, batches, loss_fn, **options
-        As :func:`evaluate` takes them: measure, rho, symmetries, micro_batch, group and so on.
-    num_samples : int
-        Number of directions, at one forward pass each.
-    seed : int
-        Seed of the directions, which depend only on (seed, batch, number of the direction).
-
-    Returns
-    -------
-    SharpnessResult
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
-    >>> result = sharpness.average(model, [batch], lambda f, x: f(x).square().sum(), measure="euclidean", rho=0.1)
-    >>> len(result.batches[0].history)
-    20
-    """
-    return statistic_of(Average(num_samples, seed), model, batches, loss_fn, **options)
-
-
-def gradient_norm(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, **options: Any
-) -> SharpnessResult:
-    """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
-
-    Of several batches it is the mean of their lengths, not the length of the mean gradient, which is that of one batch
-    of all examples; ``micro_batch`` divides it into passes.
-
-    Parameters
-    ----------
-    model, batches, loss_fn, **options
-        As :func:`evaluate` takes them: measure, symmetries, micro_batch, group and so on.
-
-    Returns
-    -------
-    SharpnessResult
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
-    >>> float(sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean"))
-    5.0
-    """
-    return statistic_of(GradientNorm(), model, batches, loss_fn, **options)
-
-
-def hessian(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, num_matvecs: int = 20, *,
-    seed: int = 0, **options: Any,
-) -> SharpnessResult:  # fmt: skip
-    """Measure the largest eigenvalue and the trace of the Riemannian Hessian (``"euclidean"``: of the ordinary one).
-
-    Of several batches it is the mean of their largest eigenvalues, which is at least that of the mean loss. For the
-    latter pass one batch of all examples; ``micro_batch`` divides it into passes.
-
-    Parameters
-    ----------
-    model, batches, loss_fn, **options
-        As :func:`evaluate` takes them: measure, symmetries, micro_batch, group and so on.
-    num_matvecs : int
-        Products with the Hessian for its trace, rounded down to a multiple of 3.
-    seed : int
-        Seed of the random vectors.
-
-    Returns
-    -------
-    SharpnessResult
-        ``float(result)`` is the eigenvalue, ``result.trace`` the trace with ``result.std_error``.
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
-    >>> loss = lambda f, x: (f(x)[0] - 2 * f(x)[1]).square().sum() / 2
-    >>> result = sharpness.hessian(model, [batch], loss, measure="euclidean")
-    >>> round(float(result), 4), round(result.trace, 4)
-    (5.0, 5.0)
-    """
-    return statistic_of(Curvature(num_matvecs, seed), model, batches, loss_fn, **options)
-
-
 class _Share(NamedTuple):
     """What one process found: its results, what its gradients did not reach, and checksums of what it was given."""
 
@@ -239,13 +148,13 @@ def statistic_of(
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
     count = -(-len(batches) // (1 if world is None else world.size)) if isinstance(batches, Sized) else 0
-    steps = count * len(radii) * statistic.work
+    starts, steps = statistic.work
     state = preserve_model_state(model)
     with (
         nullcontext(list[_Share]()) if world is None else world.together() as shares,
         state,
         state,  # twice: the second exit repeats a restoration that an interrupt cut short
-        progress_bar(steps or None, measure.name, "step", progress=progress) as bar,
+        progress_bar(count * len(radii) * starts * steps or None, measure.name, "step", progress=progress) as bar,
         attached_space(model, batches, measure, objective, symmetries, sharded=sharded) as (space, numbered),
     ):
         fit = 0 if sharded else _DIRECTIONS // max(space.dim * space.dtype.itemsize, 1)
@@ -277,11 +186,12 @@ def _over_radii(
     """
     best: BatchResult | None = None
     direction: Direction | None = None
+    starts, _ = statistic.work
     for rho in sorted(radii):
         began, before = time.perf_counter(), loss.passes
         best = best if statistic.nested else None
-        for start in range(statistic.starts):
-            last = (rho, start + 1) == (max(radii), statistic.starts)
+        for start in range(starts):
+            last = (rho, start + 1) == (max(radii), starts)
             result, point = statistic.measure(loss, rho, start, bar, last=last)
             if best is None or result.value > best.value:
                 best = result
@@ -295,22 +205,6 @@ def _over_radii(
         room -= direction is not None
 
 
-#: Quantities at the weights by their names in ``sharpness run`` and sweeps: the measure, and the statistic for a seed.
-LOCAL: dict[str, tuple[str, Callable[[int], Statistic]]] = {
-    "gradient-norm": ("geodesic-inv", lambda _: GradientNorm()),
-    "riemannian-hessian": ("geodesic-inv", lambda seed: Curvature(seed=seed)),
-    "euclidean-hessian": ("euclidean", lambda seed: Curvature(seed=seed)),
-}
-
-
-def measure_of(name: str) -> Measure:
-    """Return the measure with a name in MEASURES or LOCAL."""
-    if name not in MEASURES and name not in LOCAL:
-        close = "".join(f" (did you mean {other}?)" for other in get_close_matches(name, [*MEASURES, *LOCAL], 1))
-        raise ValueError(f"unknown measure {name!r}{close}; choose one of {', '.join([*MEASURES, *LOCAL])}")
-    return get_measure(LOCAL[name][0] if name in LOCAL else name)
-
-
 def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:
     """Return tqdm's bar, which a file or pipe gets once a minute, after the first."""
     if not isinstance(progress, bool):
@@ -319,3 +213,123 @@ def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = Tr
     if sys.stderr is not None and not sys.stderr.isatty():
         often = {"delay": 60, "mininterval": 60, "miniters": 1, "leave": False}
     return tqdm(total=total, desc=what, unit=unit, disable=not progress or sys.stderr is None, **often)
+
+
+# -- the largest loss --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest loss in the ball.
+
+    Attributes
+    ----------
+    search : Search
+        How it is looked for.
+
+    Examples
+    --------
+    >>> Worst(Search(steps=10, restarts=2)).work
+    (3, 10)
+    """
+
+    search: Search = field(default_factory=Search)
+
+    name: ClassVar[str] = "worst"
+    title: ClassVar[str] = "sharpness"
+    local: ClassVar[bool] = False
+    nested: ClassVar[bool] = True
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Numbers of ascents, and of steps of each."""
+        return self.search.restarts + 1, self.search.steps
+
+    def measure(
+        self, loss: BatchLoss, rho: float, start: int, bar: Any, *, last: bool
+    ) -> tuple[BatchResult, Tensor | None]:
+        """Look for the largest loss, from the gradient at the weights or from a random direction."""
+        space, info = loss.space, torch.finfo(loss.space.dtype)
+        if rho > 0.1 * info.max:
+            raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
+        flat = rho * loss.slope <= 10 * info.eps * abs(loss.base)
+        at_weights = start == 0 and not flat
+        known = [loss.base_gradient if last else loss.base_gradient.clone()] if at_weights else []
+        if last:
+            del loss.base_gradient
+        if at_weights:
+            point = torch.zeros(space.dim, dtype=space.dtype, device=space.device)
+        else:
+            point = _onto(space, random_direction(loss, self.search.seed, start), rho)
+        best = self._ascend(loss, rho, bar, self.search.ascent, point, rho, known=known)
+        if best.inward:
+            del point  # as large as the model
+            best = self._inside(loss, rho, bar, best)
+        point, value, gap, converged = best.point, best.value, best.fw_gap, best.converged
+        if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
+            point, value, gap = point.zero_(), loss.base, rho * loss.slope
+            converged = flat if self.search.relative_tol else None
+        result = WorstResult(
+            **loss.known, rho=rho, value=value - loss.base, worst_loss=value, history=best.history, fw_gap=gap,
+            converged=converged, random_start=flat, distance=space.norm(point),
+            num_exited_pairs=space.num_exited_pairs(point) if space.measure.geodesic == "exact" else 0,
+        )  # fmt: skip
+        return result, point
+
+    def _inside(self, loss: BatchLoss, rho: float, bar: Any, best: Ascent) -> Ascent:
+        """Look inside the ball, as the loss rises nowhere on the sphere, or falls outwards at the best point.
+
+        The search goes on on spheres of half the radius each time, since a bounded loss may oscillate, and by Auto-PGD
+        in the whole ball from the best point of these.
+        """
+        space, halving, climb = loss.space, 0, partial(self._ascend, loss, rho, bar)
+        while best.inward and space.norm(best.point) != 0 and halving < _HALVINGS:
+            halving += 1
+            radius = rho / 2**halving
+            found = climb(self.search.ascent, _onto(space, best.point.clone(), radius), radius)
+            if found.value <= best.value and best.value > loss.base:
+                break
+            best = found if found.value > best.value else best
+        return climb("apgd", best.point.clone(), rho) if halving else best
+
+    def _ascend(
+        self, loss: BatchLoss, rho: float, bar: Any, name: str, point: Tensor, radius: float, *,
+        known: list[Tensor] | None = None,
+    ) -> Ascent:  # fmt: skip
+        """Climb from a point; ``known`` has the gradient there, if it is, and is None for a further ascent."""
+        search = self.search
+        if known is None:  # the progress bar had not foreseen it
+            bar.total = bar.total and bar.total + search.steps
+        found = ASCENTS[name](
+            loss, point, radius, search.steps, relative_tol=search.relative_tol, base=loss.base,
+            world=loss.space.world, known=known, seen=partial(show, bar, rho),
+        )  # fmt: skip
+        bar.update(search.steps + 1 - len(found.history))
+        return found
+
+
+def _onto(space: WeightSpace, x: Tensor, radius: float) -> Tensor:
+    return x.mul_(radius / space.norm(x))
+
+
+# -- of all statistics -------------------------------------------------------------------------------------------------
+
+
+def random_direction(loss: BatchLoss, seed: int, number: int) -> Tensor:
+    """Draw the direction of a number, which is another one for each batch."""
+    entropy = (seed, loss.index, number)
+    own = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) % 2**63
+    xi = loss.space.random(torch.Generator().manual_seed(own))
+    if loss.space.norm(xi) == 0:
+        raise ValueError(
+            "there is no direction to move in: all trainable weights are zero or belong to pairs of rank 0 "
+            "(LoRA's B = 0 before training); measure a trained model"
+        )
+    return xi
+
+
+def show(bar: Any, rho: float, losses: list[float]) -> None:
+    """Show the best loss of a radius, and the last ones."""
+    bar.update()
+    if not bar.disable:
+        bar.set_postfix_str(f"rho={rho:g}, best={max(losses):.4f} {blocks(losses[-20:], min(losses))}", refresh=False)

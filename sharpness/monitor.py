@@ -19,11 +19,11 @@ from quotient_manifolds.weights import trained, weights_of
 
 from .critical import critical_sharpness
 from .errors import words_of
-from .evaluation import LOCAL, statistic_of
+from .evaluation import Worst, statistic_of
 from .losses import LossFunction, Objective, as_list
 from .measures import MEASURES, Measure, Search, checked_radii, get_measure
-from .other_statistics import Curvature
-from .statistic import Statistic, Worst
+from .other_statistics import LOCAL, Curvature
+from .statistic import Statistic
 
 #: What is measured along the last step of the optimiser.
 ALONG = ("critical", "critical-relative")

@@ -50,7 +50,7 @@ class SharpnessResult:
     measure : Measure
         The metric and retraction.
     statistic : Statistic
-        What was measured, with its options: see :mod:`sharpness.statistic`.
+        What was measured, with its options: see :class:`sharpness.statistic.Statistic`.
     rhos : tuple of float
         The radii, in the requested order; (0.0,) at the weights themselves.
     model : str

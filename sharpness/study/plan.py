@@ -20,11 +20,11 @@ from msgspec import Meta, Struct, field
 from quotient_manifolds.hub import fetch_model, is_name
 
 from ..errors import about, naming, words_of
-from ..evaluation import LOCAL, measure_of
 from ..hub_data import fetch_data, is_function, pinned_data
 from ..measures import Search, checked_radii
 from ..models import INPUTS, pinned
 from ..options import DataChoice
+from ..other_statistics import LOCAL, measure_of
 
 T = TypeVar("T")
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.
@@ -74,7 +74,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     initial : str or None
         For it, the model from which all were fine-tuned: a state dict's file or a transformers folder.
     measures : tuple of str
-        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.evaluation.LOCAL``.
+        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.other_statistics.LOCAL``.
     rho : float, tuple of float, or dict of these by measure
         Radii; by default the measure's own.
     search : Search

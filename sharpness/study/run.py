@@ -27,15 +27,15 @@ from ..batch_loss import RadiusError
 from ..checkpoints import load_state_dict
 from ..devices import checked_device, move
 from ..errors import called, naming, words_of
-from ..evaluation import LOCAL, measure_of, progress_bar, statistic_of
+from ..evaluation import Worst, progress_bar, statistic_of
 from ..files import check_folder, write_json
 from ..hub_data import check_source
 from ..losses import Objective, count_examples
 from ..measures import Search
 from ..models import LoadedModel, load
 from ..options import Batches
+from ..other_statistics import LOCAL, measure_of
 from ..results import SharpnessResult, limits
-from ..statistic import Worst
 from .plan import Checkpoint, Sweep, shard_of
 from .rows import Row, in_words, job_key, rows_of
 

@@ -223,6 +223,7 @@ def test_a_start_that_stays_the_best_has_a_slope(ascend):
 
     found = ascend(into(f), torch.tensor([1.0, 0.0]), 1.0, 1)
     assert found.slope == pytest.approx(-0.4)
+    assert found.inward
     assert ascend(into(f), torch.zeros(2), 1.0, 0 if ascend is auto_pgd else 1).slope != 0
 
 

@@ -334,7 +334,7 @@ OURS = (
     "quotient_manifolds/passes.py",
     "sharpness/measuring.py",
     "sharpness/batch_loss.py",
-    "sharpness/statistic.py",
+    "sharpness/evaluation.py",
     "sharpness/space.py",
     "contextlib.py",
 )
