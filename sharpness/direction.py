@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,14 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import in_double
-from quotient_manifolds.symmetries import Slot, SymmetricPair, Symmetries
-from quotient_manifolds.symmetries.attention import HANDLERS, candidates
-from quotient_manifolds.symmetries.roles import roles_of
-from quotient_manifolds.weights import check_whole, is_point, plain_names, pointing_to, weights_of
+from quotient_manifolds.symmetries import Slot, Symmetries
+from quotient_manifolds.weights import check_whole, is_point, pointing_to, weights_of
 
 from .errors import aligned
 from .measures import Measure
-from .patch import Patch
 from .patches import PairPatch, stacks_of
 from .points import PointPatch
 
@@ -29,14 +24,6 @@ PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "hea
 
 #: Layer, part, and number of the attention head or None: a :class:`LayerShare` without its share.
 Place = tuple[str, str, int | None]
-
-_OF_PAIRS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA", "glu": "MLP", "relu": "MLP"}
-_EMBEDDING = re.compile(
-    r"embed|cls_token|dist_token|distillation_token|mask_token|(^|[._])(wte|wpe|shared)\b|patch|conv1"
-)
-_HEAD = re.compile(
-    r"(^|\.)(classifier|pre_classifier|score|lm_head|head|fc|fc_out|pooler|cls|proj|visual_projection)(\.|$)"
-)
 
 
 @dataclass(frozen=True)
@@ -254,89 +241,3 @@ class WeightParts(NamedTuple):
     layer: str
     part: str
     inside: Sequence[tuple[str, Slot]]
-
-
-def parts_of(
-    model: nn.Module, weights: Mapping[str, Tensor], pairs: Collection[SymmetricPair]
-) -> dict[str, WeightParts]:
-    """Return the layer and parts to which the entries of every weight belong.
-
-    Queries and keys, values and outputs are known from the model's pairs, trainable or not, and from the roles of the
-    weights of attention layers without a symmetry; the others from the kind of their module: weights of embeddings and
-    convolutions, and parameters named as tokens, count as embeddings, all vectors as norms and biases, a last linear
-    layer as the head, and all other matrices as MLP.
-
-    Parameters
-    ----------
-    model : nn.Module
-    weights : mapping of str to Tensor
-        Its parameters that move, by name.
-    pairs : collection of SymmetricPair
-        All its pairs, frozen ones too.
-    """
-    inside: dict[str, list[tuple[str, Slot]]] = {}
-    for pair in pairs:
-        for s in dict.fromkeys(pair.slots + pair.null):
-            inside.setdefault(s.name, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), s))
-    plain, found = plain_names(model), dict[str, WeightParts]()
-    known = {name: m for name, m in model.named_modules() if HANDLERS.of(m) is not None}
-    layers = {plain(name): m for name, m in (known | candidates(model)).items()}
-    blocks = {_block(p.module) for p in pairs if p.head is not None and p.kind != "lora"} | set(map(_block, layers))
-    roles = {name: part for path, m in layers.items() for name, part in _of_roles(m, path, inside)}
-    tables = {f"{plain(n)}.weight" for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
-    for name, p in weights.items():
-        around = [b for b in blocks if name.startswith(f"{b}.")]
-        layer = max(around, key=len) if around else _block(name.rpartition(".")[0]) or name
-        embeds, part = name in tables or bool(_EMBEDDING.search(name)), roles.get(name, "MLP")
-        if name not in roles:
-            if layer not in blocks and _HEAD.search(name) and not embeds:
-                part = "head"
-            elif name in tables or (p.dim() > 1 and embeds):
-                part = "embeddings"
-            elif p.squeeze().dim() < 2:
-                part = "norms and biases"
-        found[name] = WeightParts(layer, part, inside.get(name, ()))
-    return found
-
-
-def _of_roles(layer: nn.Module, path: str, inside: Mapping[str, list[tuple[str, Slot]]]) -> Iterator[tuple[str, str]]:
-    """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
-    for letter, where in (roles_of(layer) or {}).items():
-        owned = [where.name(where.weight)]
-        owned += [where.name(where.bias)] * (letter != "o")
-        for name in (f"{path}.{own}".removeprefix(".") for own in owned):
-            rest = set(where.letters)
-            for part, _ in inside.get(name, ()):
-                rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
-            yield name, "Q–K" if rest & {"q", "k"} else "V–O"
-
-
-def squares_of(vector: Iterable[tuple[Patch, Tensor]], weights: Mapping[str, WeightParts]) -> dict[Place, float]:
-    """Add up the squared coordinates of a vector at every place, in the order of the parameters.
-
-    Coordinates of single weights have the shape of their parameter, or as many numbers.
-    """
-    found = defaultdict[Place, float](float)
-    for patch, c in vector:
-        lengths = c.view(len(patch.pairs), -1).square().sum(1).tolist() if patch.pairs else []
-        for pair, square in zip(patch.pairs, lengths, strict=True):
-            layer = weights[pair.G[0].name].layer
-            if pair.metric and pair.kind != "point":  # weights that are computed from a point
-                layer = _block(pair.module)
-            found[layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head] += square
-        for name in () if patch.pairs else patch.names:
-            squares, (layer, rest, inside) = c.square(), weights[name]
-            for part, s in inside:
-                found[layer, part, None] += float(s.of(squares).sum())
-                s.of(squares).zero_()
-            found[layer, rest, None] += float(squares.sum())
-    layers = list(dict.fromkeys([*(of.layer for of in weights.values()), *(layer for layer, *_ in found)]))
-    places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
-    return {place: found[place] for place in places if found[place] > 0}
-
-
-def _block(module: str) -> str:
-    """Cut a path after its last number: ``vit.layers.3.attention`` is in ``vit.layers.3``."""
-    parts = module.split(".")
-    last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=len(parts) - 1)
-    return ".".join(parts[: last + 1])

@@ -27,7 +27,7 @@ from .distributed import World, check_alike
 from .errors import blocks
 from .losses import LossFunction, Objective
 from .measures import Measure, Search, checked_radii, get_measure
-from .measuring import attached_space, remarks_on
+from .measuring import attached_space, direction_of, remarks_on
 from .results import SharpnessResult
 from .space import Unreached, WeightSpace
 from .statistic import BatchResult, Statistic, WorstResult
@@ -195,7 +195,7 @@ def _over_radii(
             result, point = statistic.measure(loss, rho, start, bar, last=last)
             if best is None or result.value > best.value:
                 best = result
-                direction = loss.space.direction(point) if room > 0 and point is not None else None
+                direction = direction_of(loss.space, point) if room > 0 and point is not None else None
             del point  # as large as the model
         assert best is not None
         best = best.inside(rho) if best.rho < rho else best

@@ -1,12 +1,13 @@
-"""Around the loop of a measurement: the space that the first batch helps to find, and what is said at last."""
+"""Around the loop: the space that the first batch helps to find, where directions lie, and what is said at last."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,16 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.passes import to_device
-from quotient_manifolds.symmetries import Cause, Refusal, SymmetricPair, Symmetries
+from quotient_manifolds.symmetries import Cause, Refusal, Slot, SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.attention import HANDLERS, candidates, check_coverage
 from quotient_manifolds.symmetries.lora import zero_norm
 from quotient_manifolds.symmetries.refusals import UnknownAttentionError
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import naming, plain_class, plain_names, weights_of
 
+from .direction import PARTS, Direction, Place, WeightParts
 from .distributed import world_of
 from .losses import SMALL, Objective, check_batches, computed_in, rounding_error, to_float32
 from .measures import Measure, divides, get_measure
+from .patch import Patch
 from .patches import trainable
 from .space import Unreached, WeightSpace
 
@@ -35,6 +38,15 @@ _ZERO_GRADIENT = "have a gradient of exactly 0 on every batch, so to first order
 #: Up to so much the loss at the canonical form, in which every weight is computed anew, may differ relatively: in
 #: roundings of the space's dtype or of what the model computes in, float32 at least; and in those of anything rougher.
 _REWRITTEN, _ROUNDED = 1e4, 4
+_OF_PAIRS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA", "glu": "MLP", "relu": "MLP"}
+_EMBEDDING = re.compile(
+    r"embed|cls_token|dist_token|distillation_token|mask_token|(^|[._])(wte|wpe|shared)\b|patch|conv1"
+)
+_HEAD = re.compile(
+    r"(^|\.)(classifier|pre_classifier|score|lm_head|head|fc|fc_out|pooler|cls|proj|visual_projection)(\.|$)"
+)
+#: A path up to its last number, and what is below: ``vit.layers.3.attention`` is in ``vit.layers.3``.
+_BELOW = re.compile(r"^((?:.*\.)?\d+)(?:\..*)?$")
 
 
 @contextmanager
@@ -239,3 +251,106 @@ def _listed(every: Iterable[str], chosen: Collection[str]) -> str:
 def _within(name: str) -> list[str]:
     """List the modules that hold a parameter, from the outside, and its own name."""
     return list(itertools.accumulate(name.split("."), "{}.{}".format))
+
+
+# -- where a direction lies --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def direction_of(space: WeightSpace, xi: Tensor) -> Direction:
+    """Return the tangent vector with horizontal coordinates xi, (dim,), at the model's own weights, on the CPU.
+
+    The attached model has other factors. Its velocity is that of :meth:`WeightSpace.push_forward_to_copies`.
+    """
+    out = {name: torch.zeros_like(copy) for name, copy in space.copies.items()}
+    for patch, c in space.each(xi):
+        patch.vector_(out, c, at_model=True)
+    tensors = {name: out[name].cpu() for name in space.parameters}
+    if not space.parts:
+        pairs = [p for p in space.known.pairs if p.part != "neurons"]
+        if space.given is not None or not divides(space.measure):  # labels, which it does not need otherwise
+            from quotient_manifolds.symmetries import find
+
+            pairs = [*find(space.model).pairs, *(space.examine() if space.given is None else space.given.pairs)]
+        space.parts = parts_of(space.model, space.parameters, pairs)
+    return Direction(space.measure, tensors, space.norm(xi), squares_of(space.each(xi), space.parts), space.divided)
+
+
+def parts_of(
+    model: nn.Module, weights: Mapping[str, Tensor], pairs: Collection[SymmetricPair]
+) -> dict[str, WeightParts]:
+    """Return the layer and parts to which the entries of every weight belong.
+
+    Queries and keys, values and outputs are known from the model's pairs, trainable or not, and from the roles of the
+    weights of attention layers without a symmetry; the others from the kind of their module: weights of embeddings and
+    convolutions, and parameters named as tokens, count as embeddings, all vectors as norms and biases, a last linear
+    layer as the head, and all other matrices as MLP.
+
+    Parameters
+    ----------
+    model : nn.Module
+    weights : mapping of str to Tensor
+        Its parameters that move, by name.
+    pairs : collection of SymmetricPair
+        All its pairs, frozen ones too.
+    """
+    inside: dict[str, list[tuple[str, Slot]]] = {}
+    for pair in pairs:
+        for s in dict.fromkeys(pair.slots + pair.null):
+            inside.setdefault(s.name, []).append((_OF_PAIRS.get(pair.kind, "other pairs"), s))
+    plain, found = plain_names(model), dict[str, WeightParts]()
+    known = {name: m for name, m in model.named_modules() if HANDLERS.of(m) is not None}
+    layers = {plain(name): m for name, m in (known | candidates(model)).items()}
+    heads = [p.module for p in pairs if p.head is not None and p.kind != "lora"]
+    blocks = {_BELOW.sub(r"\1", path) for path in (*heads, *layers)}
+    roles = {name: part for path, m in layers.items() for name, part in _of_roles(m, path, inside)}
+    tables = {f"{plain(n)}.weight" for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
+    for name, p in weights.items():
+        around = [b for b in blocks if name.startswith(f"{b}.")]
+        layer = max(around, key=len) if around else _BELOW.sub(r"\1", name.rpartition(".")[0]) or name
+        embeds, part = name in tables or bool(_EMBEDDING.search(name)), roles.get(name, "MLP")
+        if name not in roles:
+            if layer not in blocks and _HEAD.search(name) and not embeds:
+                part = "head"
+            elif name in tables or (p.dim() > 1 and embeds):
+                part = "embeddings"
+            elif p.squeeze().dim() < 2:
+                part = "norms and biases"
+        found[name] = WeightParts(layer, part, inside.get(name, ()))
+    return found
+
+
+def _of_roles(layer: nn.Module, path: str, inside: Mapping[str, list[tuple[str, Slot]]]) -> Iterator[tuple[str, str]]:
+    """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
+    for letter, where in (roles_of(layer) or {}).items():
+        owned = [where.name(where.weight)]
+        owned += [where.name(where.bias)] * (letter != "o")
+        for name in (f"{path}.{own}".removeprefix(".") for own in owned):
+            rest = set(where.letters)
+            for part, _ in inside.get(name, ()):
+                rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
+            yield name, "Q–K" if rest & {"q", "k"} else "V–O"
+
+
+def squares_of(vector: Iterable[tuple[Patch, Tensor]], weights: Mapping[str, WeightParts]) -> dict[Place, float]:
+    """Add up the squared coordinates of a vector at every place, in the order of the parameters.
+
+    Coordinates of single weights have the shape of their parameter, or as many numbers.
+    """
+    found = defaultdict[Place, float](float)
+    for patch, c in vector:
+        lengths = c.view(len(patch.pairs), -1).square().sum(1).tolist() if patch.pairs else []
+        for pair, square in zip(patch.pairs, lengths, strict=True):
+            layer = weights[pair.G[0].name].layer
+            if pair.metric and pair.kind != "point":  # weights that are computed from a point
+                layer = _BELOW.sub(r"\1", pair.module)
+            found[layer, _OF_PAIRS.get(pair.kind, "other pairs"), pair.head] += square
+        for name in () if patch.pairs else patch.names:
+            squares, (layer, rest, inside) = c.square(), weights[name]
+            for part, s in inside:
+                found[layer, part, None] += float(s.of(squares).sum())
+                s.of(squares).zero_()
+            found[layer, rest, None] += float(squares.sum())
+    layers = list(dict.fromkeys([*(of.layer for of in weights.values()), *(layer for layer, *_ in found)]))
+    places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
+    return {place: found[place] for place in places if found[place] > 0}

@@ -199,6 +199,7 @@ class ShardedSpace(WeightSpace):
             )
         super().__init__(shards.twin, measure, symmetries, classes=classes)
         self.model, self.world, self.pairs = model, shards.world, self._all_pairs
+        self.agree = self.world.all
         smallest, absent = zip(*self.world.gather([self.spectrum]), strict=True)
         self.spectrum = min((value for value in smallest if value is not None), default=None), sum(absent)
         self.unreached = self.unreached._replace(pairs=set(range(len(self.pairs))))
@@ -230,10 +231,6 @@ class ShardedSpace(WeightSpace):
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs of all processes whose exact geodesic along xi is shortened."""
         return sum(self.world.gather([super().num_exited_pairs(xi)]))
-
-    def agree(self, holds: bool) -> bool:
-        """Return whether something holds on every process."""
-        return self.world.all(holds)
 
     def see(self, gradient: Mapping[str, Tensor]) -> None:
         """Take note of a gradient, with the pairs of all processes, and of weights that none reached on any."""

@@ -19,7 +19,7 @@ from quotient_manifolds.symmetries.found import HALF_PRECISION, certify
 from quotient_manifolds.weights import is_narrow, is_point, pointing_to, weights_of
 
 from .ascent import gram_matrix
-from .direction import Direction, WeightParts, parts_of, squares_of
+from .direction import WeightParts
 from .measures import Measure, divides
 from .patch import Patch
 from .patches import PairPatch, build_patches, in_memory_of, known, stacks_of, trainable
@@ -132,6 +132,8 @@ class WeightSpace:
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.given = model, measure, symmetries
         self.world: World | None = None
+        #: Whether something holds on every process that has a part of the model.
+        self.agree: Callable[[bool], bool] = bool
         self._home = model  # whose parameters move: a sharded model has a twin for that
         self.parameters: dict[str, Tensor] = dict(trainable(model) if moving is None else moving)
         #: All weights of the model whose parameters move.
@@ -149,8 +151,9 @@ class WeightSpace:
         )
         self.tolerance = HALF_PRECISION / 3 if rough or torch.is_autocast_enabled(self.device.type) else _IN_FLOAT32
         self.form: CanonicalForm | None = None
-        self._known = known(model, measure, symmetries, classes=classes)
-        self.symmetries = self._known.restricted(self.parameters).of_full_rank()
+        #: These, and those that frozen weights keep from being divided out.
+        self.known = known(model, measure, symmetries, classes=classes)
+        self.symmetries = self.known.restricted(self.parameters).of_full_rank()
         #: The symmetries that are divided out.
         self.divided = replace(self.symmetries, pairs=tuple(p for p in self.symmetries.pairs if divides(measure, p)))
         single, self._pair_patches = self._build()
@@ -172,7 +175,8 @@ class WeightSpace:
         self._at: Tensor | None = None
         self._moved = True
         self.remarks: list[str] = []
-        self._parts: dict[str, WeightParts] = {}
+        #: Where weights lie in the network, by name, once that was asked.
+        self.parts: dict[str, WeightParts] = {}
         #: What examines attention of unknown classes, for the parts of directions of a measure that divides nothing.
         self.examine: Callable[[], Iterable[SymmetricPair]] = tuple
 
@@ -219,33 +223,10 @@ class WeightSpace:
         return torch.cat([patch.project(c) for patch, c in zip(self.patches, v.split(self._sizes), strict=True)])
 
     @torch.no_grad()
-    def direction(self, xi: Tensor) -> Direction:
-        """Return the tangent vector with horizontal coordinates xi, (dim,), at the model's own weights, on the CPU.
-
-        The attached model has other factors. Its velocity is that of :meth:`push_forward_to_copies`.
-        """
-        out = {name: torch.zeros_like(copy) for name, copy in self.copies.items()}
-        for patch, c in self.each(xi):
-            patch.vector_(out, c, at_model=True)
-        tensors = {name: out[name].cpu() for name in self.parameters}
-        if not self._parts:
-            pairs = [p for p in self._known.pairs if p.part != "neurons"]
-            if self.given is not None or not divides(self.measure):  # labels, which it does not need otherwise
-                from quotient_manifolds.symmetries import find
-
-                pairs = [*find(self.model).pairs, *(self.examine() if self.given is None else self.given.pairs)]
-            self._parts = parts_of(self.model, self.parameters, pairs)
-        return Direction(self.measure, tensors, self.norm(xi), squares_of(self.each(xi), self._parts), self.divided)
-
-    @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs whose geodesic along xi, an exact one, is shortened so that it stays on the manifold."""
         parts = dict(self.each(xi))
         return sum(p.num_exited_pairs(parts[p]) for p in self._pair_patches)
-
-    def agree(self, holds: bool) -> bool:
-        """Return whether something holds on every process that has a part of the model."""
-        return holds
 
     # -- what gradients at the base point say, over all batches ----------------------------------------------------
 
@@ -354,8 +335,8 @@ class WeightSpace:
         """Return the velocity of the attached model's weights at the base point, by name, along a vector, (dim,).
 
         It belongs to :attr:`copies`, whose factors are canonical, as derivatives of the attached model do; not to the
-        model's own weights, to which :meth:`direction` belongs. Its adjoint is :meth:`pull_back_from_copies` at None.
-        Where it can, it lies in the memory of ``room``, (dim,).
+        model's own weights, to which a :class:`Direction` belongs. Its adjoint is :meth:`pull_back_from_copies` at
+        None. Where it can, it lies in the memory of ``room``, (dim,).
         """
         parts = {patch.names[0]: part for patch, part in self.each(room) if not patch.pairs}  # of whole weights
         out = {n: in_memory_of(parts[n], t) if n in parts else torch.zeros_like(t) for n, t in self.copies.items()}

@@ -12,6 +12,7 @@ from quotient_manifolds.symmetries import GL, Symmetries, pair, slot
 from reproduction.adaptive_norm import AdaptiveNormMeasure
 from sharpness import HessianOperator
 from sharpness.measures import MEASURES, divides, get_measure
+from sharpness.measuring import direction_of
 
 
 def operator(model, batch, space):
@@ -118,7 +119,7 @@ def test_the_largest_of_negative_eigenvalues(metric, n, h, m, dtype):
         values, vectors = torch.linalg.eigh(
             torch.stack([space.project(e) for e in torch.eye(space.dim, dtype=dtype)]).double()
         )
-        tangents = [space.direction(v.to(dtype)).tensors for v in vectors[:, values > 0.5].T]
+        tangents = [direction_of(space, v.to(dtype)).tensors for v in vectors[:, values > 0.5].T]
     assert len(tangents) == (n + m - h) * h < space.dim
     J = torch.stack([(u["1.weight"] @ H + G @ u["0.weight"]).flatten().double() for u in tangents])
     bound = 1e-3 if dtype == torch.float32 else 2e-4  # that of the search is 1e-4, of the largest eigenvalue in size

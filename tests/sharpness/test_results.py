@@ -12,7 +12,8 @@ from quotient_manifolds.symmetries import ALL, GL, PairStack, Symmetries, find, 
 from quotient_manifolds.symmetries.exchange import digest
 from quotient_manifolds.symmetries.pairs import coverage
 from sharpness import LayerShare, LayerShares
-from sharpness.direction import PARTS, parts_of, squares_of
+from sharpness.direction import PARTS
+from sharpness.measuring import parts_of, squares_of
 from sharpness.results import settings
 from tests.support import networks
 from tests.support.whole_networks import build, inputs, loss
