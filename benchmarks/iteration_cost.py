@@ -18,8 +18,7 @@ from torch import nn
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
 from quotient_manifolds.weights import preserve_model_state
 from sharpness.ascent import ASCENTS
-from sharpness.batch_loss import BatchLoss
-from sharpness.losses import Objective
+from sharpness.losses import BatchLoss, Objective
 from sharpness.measures import MEASURES
 from sharpness.space import WeightSpace
 

@@ -15,7 +15,8 @@ from quotient_manifolds.passes import default_forward
 from quotient_manifolds.symmetries import find, model_distance
 from quotient_manifolds.weights import pointing_to, weights_of
 from sharpness import critical_sharpness
-from sharpness.losses import IGNORED, Objective, labels_of, to_float32
+from sharpness.batches import IGNORED, labels_of, to_float32
+from sharpness.losses import Objective
 from sharpness.patches import trainable
 
 __all__ = [

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 import sharpness
-from sharpness.batch_loss import RadiusError
 from sharpness.data import load_examples
 from sharpness.evaluation import progress_bar
 from sharpness.files import write_json
+from sharpness.losses import RadiusError
 from sharpness.models import load
 from sharpness.results import LEAVES
 from sharpness.study import Checkpoint, Sweep, read_config, read_rows

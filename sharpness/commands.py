@@ -78,7 +78,8 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
     from .hub_data import look_up_both, pinned_data
 
     look_up_both(model, data)
-    from . import devices, losses, models, plots
+    from . import devices, models, plots
+    from .criteria import loss_of_guessing
     from .distributed import World, torchrun
     from .results import summary
     from .study.plan import as_data, of_model
@@ -106,7 +107,7 @@ def run(model: str, data: str, *, command: str = "", **chosen: Any) -> int:
                     shown: dict[str, Any] = {"group": group, "progress": leader and not own.quiet}
                     results.append(result := quantity(name, network, batches, search, own.rho, **passes, **shown))
                 if leader:
-                    guessing = guessing or losses.loss_of_guessing(network, batches[0], own.micro_batch)
+                    guessing = guessing or loss_of_guessing(network, batches[0], own.micro_batch)
                     if own.out is not None:  # before it is printed, which may fail
                         found = [{"quantity": n, **r.to_dict()} for n, r in zip(own.measure, results, strict=False)]
                         write_json(own.out, {**written, "results": found})

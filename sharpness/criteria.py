@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from quotient_manifolds.passes import default_forward
 from quotient_manifolds.weights import plain_class
 
-from .losses import IGNORED, Objective, labels_of, scores_of
+from .batches import IGNORED, labels_of
+from .losses import Objective, scores_of
 
 #: Relative difference up to which a loss, or its gradient, is the one that a criterion computes.
 _SAME, _SAME_GRADIENT = 1e-5, 1e-3
@@ -123,3 +125,10 @@ class Scores(nn.Module):
         terms = self.criterion.terms(self.model, batch)
         assert terms is not None
         return terms[0]
+
+
+@torch.no_grad()
+def loss_of_guessing(model: nn.Module, batch: Any, micro_batch: int | None = None) -> float:
+    """Return the cross-entropy of equal scores, log K for K classes; infinite where there are none."""
+    objective = Objective(micro_batch=micro_batch)
+    return math.log(objective(model, objective.pieces(model, batch)[0][1]).classes or math.inf)

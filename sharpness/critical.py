@@ -14,7 +14,8 @@ from quotient_manifolds.linalg import as_count, at_least_float32, differentiated
 from quotient_manifolds.passes import to_device
 from quotient_manifolds.weights import check_model, plain_class, pointing_to, preserve_model_state, unwrapped
 
-from .losses import LossFunction, Objective, as_list, to_float32
+from .batches import to_float32
+from .losses import LossFunction, Objective, as_list
 from .patches import trainable
 
 #: Roundings of the loss in its weights' dtype that do not count as a fall.

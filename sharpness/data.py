@@ -17,12 +17,12 @@ from torch import Tensor
 
 from quotient_manifolds.hub import is_name
 
+from .batches import IGNORED
 from .checkpoints import load_state_dict
 from .devices import checked_device, move
 from .errors import called, naming, require_extra
 from .files import read_table, strings
 from .hub_data import check_source, fetch_data, is_function
-from .losses import IGNORED
 from .models import LoadedModel
 from .options import Batches, DataChoice
 

@@ -21,11 +21,10 @@ from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import check_whole, plain_class, preserve_model_state
 
 from .ascent import ASCENTS, Ascent
-from .batch_loss import BatchLoss, RadiusError
 from .direction import Direction
 from .distributed import World, check_alike
 from .errors import blocks
-from .losses import LossFunction, Objective
+from .losses import BatchLoss, LossFunction, Objective, RadiusError
 from .measures import Measure, Search, checked_radii, get_measure
 from .measuring import attached_space, direction_of, remarks_on
 from .results import SharpnessResult

@@ -1,33 +1,41 @@
-"""The loss and error rate of a batch, as a whole or in pieces that need less memory."""
+"""The loss and error rate of a batch, whole or in pieces that need less memory; and as a function of coordinates."""
 
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from quotient_manifolds.linalg import as_count, at_least_float32
-from quotient_manifolds.passes import default_forward, eager, floats, tensors, tree_map
+from quotient_manifolds.linalg import as_count, at_least_float32, finite
+from quotient_manifolds.passes import default_forward, eager, to_device
+from quotient_manifolds.symmetries import NotASymmetryError
+from quotient_manifolds.symmetries.lora import zero_norm
 from quotient_manifolds.weights import plain_class
 
+from .batches import IGNORED, count_examples, count_labels, labels_of, rows, to_float32
 from .errors import naming
+from .space import HIDES, WeightSpace
+from .watching import Reentrant, computed_in, explain
 
 __all__ = ["LossFunction"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
+#: Up to this many roundings of the weights' dtype, and never above the second number, two equal passes may differ
+#: relatively: threads add up in no fixed order.
+_REPEATED, _ROUGHEST = 200, 1e-3
+#: A residual that all pairs share is the precision of the computations, at most 0.014 in half precision; up to this it
+#: is not the pairs' own, and losses may differ by three times as much.
+_SHARED = 0.03
 #: Losses below this are compared as if they were this large: they are differences of numbers of order one.
 SMALL = 1e-3
-#: The label that cross-entropy ignores, in torch and in transformers.
-IGNORED = -100
 
 
 class Outcome(NamedTuple):
@@ -71,7 +79,7 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
             loss = F.cross_entropy(scores, labels)
         except Exception as error:
             with naming(f"the labels do not fit the scores of {plain_class(model).__name__}"):
-                _explain(error, model)
+                explain(error, model)
                 raise
     if not classification:
         return Outcome(loss)
@@ -102,26 +110,6 @@ def scores_of(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output
     return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-
-
-def _explain(error: Exception, model: nn.Module) -> None:
-    """Raise what says which rows an embedding lacks, or which labels are beyond the classes, if an error means that."""
-    for frame, _ in traceback.walk_tb(error.__traceback__ if isinstance(error, IndexError) else None):
-        if frame.f_code is F.cross_entropy.__code__:
-            scores, labels = frame.f_locals["input"], frame.f_locals["target"]
-            found = labels[labels != IGNORED]
-            raise ValueError(
-                f"the labels go from {int(found.min())} to {int(found.max())}, but the classes of "
-                f"{plain_class(model).__name__} from 0 to {scores.shape[1] - 1}; number them so ({IGNORED} marks "
-                "labels that do not count)"
-            ) from error
-        if frame.f_code is F.embedding.__code__:
-            ids, table = frame.f_locals["input"], frame.f_locals["weight"]
-            path = next((name for name, p in model.named_parameters() if p is table), "an embedding")
-            raise ValueError(
-                f"rows {int(ids.min())} to {int(ids.max())} of {path} are asked for, but {plain_class(model).__name__} "
-                f"has {len(table)} of them; use its own tokenizer, and inputs that are no longer than it has positions"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -157,7 +145,7 @@ class Objective:
                 with nullcontext() if graph else torch.no_grad():
                     outcome = default_loss(model, batch)
             except IndexError as error:
-                _explain(error, model)
+                explain(error, model)
                 raise
         else:
             with nullcontext() if graph else torch.enable_grad():  # it may contain gradients
@@ -177,7 +165,7 @@ class Objective:
         if self.micro_batch is None:
             return [(1.0, batch)]
         count, size = count_examples(batch), self.micro_batch
-        parts = [_rows(batch, slice(i, i + size), count) for i in range(0, count, size)]
+        parts = [rows(batch, slice(i, i + size), count) for i in range(0, count, size)]
         weights = [count_labels(model, part) for part in parts]
         total = sum(weights)
         if total == 0:
@@ -195,12 +183,12 @@ class Objective:
         count, step = count_examples(batch), max(2, self.micro_batch)
         starts = range(0, count - 1, step if self.micro_batch > 1 else 1)
         for start in starts if all_of_them else starts[:1]:
-            piece, size = _rows(batch, slice(start, start + step), count), min(step, count - start)
+            piece, size = rows(batch, slice(start, start + step), count), min(step, count - start)
             if count_labels(model, piece) == 0:
                 continue
             labels = labels_of(piece)
             if labels is not None and labels.dim() == 1:  # by class: similar halves would not reveal class weights
-                piece = _rows(piece, labels.argsort(stable=True), size)
+                piece = rows(piece, labels.argsort(stable=True), size)
             both = replace(self, micro_batch=None).value(model, piece)
             with naming("micro_batch makes pieces that the model does not take; leave it out"):
                 apart = replace(self, micro_batch=-(-size // 2)).value(model, piece)
@@ -211,16 +199,6 @@ class Objective:
                     "halves; the loss must be a mean over examples or labels without weights of its own, it must not "
                     "be random, and no layer may mix examples; leave micro_batch out, or let loss_fn take the mean"
                 )
-
-
-@torch.no_grad()
-def loss_of_guessing(model: nn.Module, batch: Any, micro_batch: int | None = None) -> float:
-    """Return the cross-entropy of equal scores, log K for K classes; infinite where there are none."""
-    objective = Objective(micro_batch=micro_batch)
-    return math.log(objective(model, objective.pieces(model, batch)[0][1]).classes or math.inf)
-
-
-# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 def check_batches(batches: object) -> None:
@@ -245,70 +223,170 @@ def rounding_error(model: nn.Module) -> float:
     return max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point() or p.is_complex())
 
 
-class _Roughest(TorchFunctionMode):
-    """Note the largest rounding error of the numbers that a pass computes."""
-
-    eps = 0.0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.eps = max(self.eps, *(torch.finfo(t.dtype).eps for t in floats(result)), 0.0)
-        return result
+# -- as a function of coordinates --------------------------------------------------------------------------------------
 
 
-def computed_in(run: Callable[[], Any]) -> float:
-    """Return the rounding error of the roughest numbers that a pass computes: it may cast the weights, or autocast."""
-    with eager(), _Roughest() as seen:
-        run()
-    return seen.eps
+class RadiusError(ValueError):
+    """The loss is not finite somewhere in a ball, because the radius is too large."""
 
 
-def to_float32(batch: Any) -> Any:
-    """Convert half-precision tensors of a batch to float32, as half-precision models are while they are measured."""
-    return tree_map(lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t, batch)
+class BatchLoss:
+    """The loss of a batch as a function of coordinates; radii and starts share the pass at the weights.
 
+    Before anything is measured, the loss must be the same in a second pass and along the orbits of pairs that are not
+    certified by their gradient, and the gradient must be finite.
 
-def labels_of(batch: Any) -> Tensor | None:
-    """Return the labels of a batch, if it is a mapping or pair that has a tensor of them."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(batch, (list, tuple)) and len(batch) == 2:
-        labels = batch[1]
-    return labels if isinstance(labels, Tensor) and labels.dim() else None
+    Attributes
+    ----------
+    index : int
+        Position of the batch.
+    base : float
+        Loss at the weights.
+    base_gradient : Tensor
+        (dim,), the gradient there, until it is released.
+    slope : float
+        Its length.
+    base_error, worst_error : float or None
+        Fraction of misclassified examples: at the weights, and the largest so far.
+    known : dict
+        What every result on the batch says.
+    passes : int
+        Number of passes.
+    """
 
-
-def count_examples(batch: Any) -> int:
-    """Count the examples of a batch, from its labels or the first dimension of its tensors."""
-    labels = labels_of(batch)
-    counted = [labels] if labels is not None else [t for t in tensors(batch) if t.dim()]
-    if not counted:
-        raise ValueError("micro_batch needs batches of tensors, with the examples along the first dimension")
-    return len(counted[0])
-
-
-def _rows(batch: Any, chosen: slice | Tensor, count: int) -> Any:
-    """Take some of the examples of a batch."""
-
-    def cut(t: Tensor) -> Tensor:
-        if t.dim() == 0:
-            return t
-        if len(t) != count:
+    def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int) -> None:
+        batch = to_device(batch, space.device)
+        batch = to_float32(batch) if space.in_float32 else batch
+        self.space, self.objective, self.index, self.passes = space, objective, index, 0
+        one = space.world is None
+        self.pieces = objective.pieces(space.model, batch) if one else _share(space, objective, batch)
+        self.worst_error: float | None = None
+        self.base_gradient = torch.empty(space.dim, dtype=space.dtype, device=space.device)
+        self.base = self(None, self.base_gradient)
+        self.base_error, first = self.worst_error, self._first
+        self._check_second_pass(first)
+        if objective.micro_batch is not None:
+            objective.check_pieces(space.model, batch, all_of_them=index == 0)
+        if any(residual > space.tolerance for residual in space.residuals.values()):
+            self._check_symmetries(first)
+        self.slope = space.norm(self.base_gradient)
+        if not math.isfinite(self.slope) and not space.agree(finite(self.base_gradient)):  # it may have overflowed
             raise ValueError(
-                f"micro_batch cannot split a batch of {count} examples that has a tensor of shape {tuple(t.shape)}; "
-                "its first dimension must be the examples"
+                f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
+                f"{self.base:.6g}; "
+                f"{zero_norm(space.model) or 'check the model and loss_fn for a square root or logarithm at zero'}"
             )
-        return t[chosen if isinstance(chosen, slice) else chosen.to(t.device)]
+        self.known: dict[str, Any] = {"batch": index, "base_loss": self.base, "base_error": self.base_error}
 
-    return tree_map(cut, batch)
+    def forget_errors(self) -> None:
+        """Count only misclassified examples at the weights, and from here on."""
+        self.worst_error = self.base_error
+
+    def __call__(self, xi: Tensor | None, out: Tensor | None = None) -> float:
+        """Evaluate the loss at a vector (None: at the weights), and write the gradient there to ``out``, if given."""
+        space, gradient = self.space, dict[str, Tensor]()
+        space.move_to(xi)
+        if out is None:
+            for _ in self.losses(graph=False):
+                pass
+        else:
+            with torch.enable_grad():
+                gradient = space.differentiate(self.losses())
+            if xi is None:
+                space.see(gradient)
+        sums = self._sums if space.world is None else space.world.sum(self._sums)
+        value, wrong, counted = sums.tolist()
+        value = value if space.world is None else value / space.world.size
+        if not math.isfinite(value):
+            self._refuse(value, xi)
+        if counted:
+            self.worst_error = max(wrong / counted, self.worst_error or 0.0)
+        if out is not None:
+            space.pull_back_from_copies(gradient, xi, out)
+        return value
+
+    def losses(self, *, graph: bool = True) -> Iterator[Tensor]:
+        """Iterate over the losses of the pieces, with their graphs if asked; they add up to the loss of the batch."""
+        self.passes += 1
+        self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
+        for k, (weight, piece) in enumerate(self.pieces):
+            loss, wrong, counted, _ = self.objective(self.space.model, piece, graph=graph)
+            value = float(loss.detach())
+            if k == 0:
+                self._first = value
+            if weight:
+                self._sums += torch.tensor([weight * value, wrong, counted], dtype=torch.float64, device="cpu")
+            yield loss * weight if weight != 1 else loss
+
+    def _refuse(self, value: float, xi: Tensor | None) -> NoReturn:
+        """Raise for a loss that is not finite."""
+        distance = 0.0 if xi is None else self.space.norm(xi)
+        if distance == 0:
+            raise ValueError(
+                f"the loss of batch {self.index} is {value}; "
+                f"{zero_norm(self.space.model) or 'look for NaN in the data, or labels out of range'}"
+            )
+        raise RadiusError(
+            f"the loss of batch {self.index} became {'NaN' if math.isnan(value) else 'infinite'} at a distance of "
+            f"{distance:.4g} from the weights; use a smaller rho"
+        )
+
+    def _check_second_pass(self, one: float) -> None:
+        """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
+        run = partial(self.objective.value, self.space.model, self.pieces[0][1])
+        if self.space.unreached.weights:
+            with eager(), Reentrant() as seen:
+                two = run()
+            if seen.hidden:
+                raise ValueError(HIDES)
+        else:
+            two = run()
+
+        apart = abs(one - two) / max(abs(one), abs(two), SMALL)
+        if self.space.agree(apart == 0 or apart <= min(_REPEATED * rounding_error(self.space.model), _ROUGHEST)):
+            return
+        if not self.space.agree(apart <= min(_REPEATED * computed_in(run), _ROUGHEST)):
+            raise ValueError(
+                f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
+                "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
+            )
+
+    def _check_symmetries(self, before: float) -> None:
+        """Raise for a pair that is not a symmetry by its gradient, if a move along its orbit confirms that.
+
+        Near a minimum a gradient may be mostly rounding error, which does not affect moves of the weights. Residuals
+        that all pairs share come from the precision of the model's computations.
+        """
+        residuals, tolerance = self.space.residuals, self.space.tolerance
+        least = min(residuals.values())
+        several = len({(p.module, p.kind) for p in residuals}) > 1
+        shared = 3 * least if several and least < _SHARED else 0.0
+        rounding, floor = 0.1 * tolerance + 2e-5, SMALL
+        if shared >= rounding:
+            rounding, floor = shared, 1.0
+        failing = [p for p, r in residuals.items() if r > tolerance]
+        for pair in sorted(failing, key=lambda p: (-residuals[p], p.name)):
+            self.space.move_along_orbit(pair)
+            after = self.objective.value(self.space.model, self.pieces[0][1])
+            self.space.move_to(None)
+            alike = abs(after - before) <= rounding * max(abs(after), abs(before), floor)
+            if not self.space.agree(alike):
+                raise NotASymmetryError(pair, residuals[pair], tolerance)
 
 
-def count_labels(model: nn.Module, batch: Any) -> int:
-    """Count the labels that have a weight in the loss."""
-    labels = labels_of(batch)
-    if labels is None or labels.is_floating_point():
-        return count_examples(batch)
-    owner = next((m for m in model.modules() if getattr(m, "loss_function", None) is not None), None)
-    causal = "CausalLM" in getattr(getattr(owner, "loss_function", None), "__name__", "")
-    # Encoder-decoder models have the name of that loss too, but shift their inputs instead.
-    if labels.dim() == 2 and causal and not getattr(getattr(owner, "config", None), "is_encoder_decoder", False):
-        labels = labels[:, 1:]  # no token predicts the first one
-    return int((labels != IGNORED).sum())
+def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
+    """Return the pieces of a batch that this process passes through a sharded model; each process has equally many.
+
+    FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied by the
+    number of processes.
+    """
+    assert space.world is not None
+    size, rank = space.world.size, space.world.rank
+    if size > 1 and objective.micro_batch is None:
+        objective = replace(objective, micro_batch=-(-count_examples(batch) // size))
+        objective.check_pieces(space.model, batch, all_of_them=False)
+    pieces = objective.pieces(space.model, batch)
+    if size == 1:
+        return pieces
+    mine = [(weight * size, piece) for weight, piece in pieces[rank::size]]
+    return mine if len(mine) == -(-len(pieces) // size) else [*mine, (0.0, pieces[0][1])]

@@ -23,13 +23,15 @@ from quotient_manifolds.symmetries.refusals import UnknownAttentionError
 from quotient_manifolds.symmetries.roles import roles_of
 from quotient_manifolds.weights import naming, plain_class, plain_names, weights_of
 
+from .batches import to_float32
 from .direction import PARTS, Direction, Place, WeightParts
 from .distributed import world_of
-from .losses import SMALL, Objective, check_batches, computed_in, rounding_error, to_float32
+from .losses import SMALL, Objective, check_batches, rounding_error
 from .measures import Measure, divides, get_measure
 from .patch import Patch
 from .patches import trainable
 from .space import Unreached, WeightSpace
+from .watching import computed_in
 
 #: Number of modules or weights that a remark names.
 _NAMED = 12

@@ -22,10 +22,10 @@ from quotient_manifolds.hub import CLIP, PREFIXES, fetch_model, is_name
 from quotient_manifolds.networks import quiet
 from quotient_manifolds.weights import trained, weights_of
 
+from .batches import IGNORED
 from .checkpoints import Weights, read_tensors, unwrapped
 from .errors import called, how_to_install, naming, require_extra
 from .files import files_of
-from .losses import IGNORED
 
 __all__ = ["LoadedModel", "load"]
 

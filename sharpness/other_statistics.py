@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import as_count
 
-from .batch_loss import BatchLoss
 from .evaluation import random_direction, show, statistic_of
-from .losses import LossFunction
+from .losses import BatchLoss, LossFunction
 from .measures import MEASURES, Measure, get_measure
 from .results import SharpnessResult
 from .statistic import BatchResult, Statistic

@@ -22,10 +22,11 @@ from quotient_manifolds.linalg import as_count
 from quotient_manifolds.passes import to_device
 from quotient_manifolds.weights import is_narrow, pointing_to, preserve_model_state, weights_of
 
+from .batches import to_float32
 from .direction import Direction, LayerShare, LayerShares, along
 from .errors import require_extra
 from .files import atomic_write, write_text
-from .losses import Objective, to_float32
+from .losses import Objective
 from .measures import divides
 from .results import NoDirectionError, SharpnessResult, settings, summary
 from .spectra import MATRICES, Spectrum

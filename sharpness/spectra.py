@@ -15,13 +15,13 @@ from quotient_manifolds.passes import tensors
 from quotient_manifolds.symmetries import Symmetries
 from quotient_manifolds.weights import check_whole, plain_class, preserve_model_state
 
-from .batch_loss import BatchLoss
+from .batches import count_labels
 from .criteria import Scores, criterion_of
 from .curvature import HessianOperator, plain_attention
 from .errors import check_flags, naming
 from .evaluation import progress_bar
 from .lanczos import Products, largest, spectral_density
-from .losses import LossFunction, Objective, count_labels
+from .losses import BatchLoss, LossFunction, Objective
 from .measures import Measure, get_measure
 from .measuring import attached_space, remarks_on
 from .space import WeightSpace

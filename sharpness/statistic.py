@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from .batch_loss import BatchLoss
+from .losses import BatchLoss
 
 __all__ = ["BatchResult", "Statistic", "WorstResult"]
 

@@ -161,7 +161,8 @@ def canonicalize(model: str, *, out: Path, adapter: str | None = None) -> int:
     from quotient_manifolds.symmetries import canonicalize_
 
     from . import models
-    from .losses import computed_in, rounding_error
+    from .losses import rounding_error
+    from .watching import computed_in
 
     loaded = models.load(model)
     network: Any = loaded.model

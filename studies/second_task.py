@@ -34,7 +34,7 @@ from benchmarks._common import RESULTS, write
 from quotient_manifolds.symmetries import ALL, canonicalize_, find, move_
 from quotient_manifolds.weights import pointing_to
 from reproduction.baselines import norms
-from sharpness.batch_loss import RadiusError
+from sharpness.losses import RadiusError
 
 from . import _second_tasks as tasks
 from ._second_report import power, report

@@ -16,8 +16,7 @@ import torch
 from benchmarks._common import write
 from quotient_manifolds.weights import preserve_model_state
 from sharpness.ascent import ASCENTS
-from sharpness.batch_loss import BatchLoss
-from sharpness.losses import Objective
+from sharpness.losses import BatchLoss, Objective
 from sharpness.measures import MEASURES
 from sharpness.space import WeightSpace
 

@@ -23,9 +23,9 @@ from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, 
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
 from sharpness import Search
 from sharpness import cli as measuring
-from sharpness.batch_loss import RadiusError
 from sharpness.checkpoints import load_state_dict
 from sharpness.data import DataChoice
+from sharpness.losses import RadiusError
 from sharpness.models import load
 from sharpness.study import Checkpoint, Sweep, read_config, read_rows, run_sweep
 from tests.support import networks

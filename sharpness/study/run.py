@@ -23,14 +23,14 @@ from tqdm.auto import tqdm
 from quotient_manifolds.errors import is_mendable
 from quotient_manifolds.hub import is_name
 
-from ..batch_loss import RadiusError
+from ..batches import count_examples
 from ..checkpoints import load_state_dict
 from ..devices import checked_device, move
 from ..errors import called, naming, words_of
 from ..evaluation import Worst, progress_bar, statistic_of
 from ..files import check_folder, write_json
 from ..hub_data import check_source
-from ..losses import Objective, count_examples
+from ..losses import Objective, RadiusError
 from ..measures import Search
 from ..models import LoadedModel, load
 from ..options import Batches

@@ -55,7 +55,7 @@ SMALL = ["run", "tests.support.spread:model", "tests.support.spread:batches", "-
 #: Functions within our own, at all depths, with a command that comes there.
 INNER = {
     "sharpness.evaluation.attached_space": SMALL, "sharpness.space.WeightSpace.move_to": SMALL,
-    "sharpness.losses.default_loss": SMALL, "sharpness.batch_loss.BatchLoss.__call__": SMALL,
+    "sharpness.losses.default_loss": SMALL, "sharpness.losses.BatchLoss.__call__": SMALL,
     "sharpness.commands._print": SMALL,
     "sharpness.study.plan.as_data": [*SMALL, "--out", "{}/out.json"],
     "quotient_manifolds.symmetries.discovery.settled": ["symmetries", "tests.support.spread:model"],

@@ -333,7 +333,7 @@ OURS = (
     "quotient_manifolds/weights.py",
     "quotient_manifolds/passes.py",
     "sharpness/measuring.py",
-    "sharpness/batch_loss.py",
+    "sharpness/losses.py",
     "sharpness/evaluation.py",
     "sharpness/space.py",
     "contextlib.py",

@@ -16,8 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import sharpness
 from quotient_manifolds.weights import check_whole, preserve_model_state
 from sharpness.ascent import gram_matrix
-from sharpness.batch_loss import BatchLoss
-from sharpness.losses import Objective
+from sharpness.losses import BatchLoss, Objective
 from sharpness.measuring import attached_space
 from tests.support import networks
 from tests.support.extent import EXHAUSTIVE
