@@ -139,8 +139,8 @@ def power(
     >>> round(power(f, torch.ones(3) / 3**0.5, 1.0, 20).value, 3)
     5.0
     """
-    top, g, best = *_begin(f, start, base, known), start
-    history, base = [top], top if base is None else base
+    top, g = (base, known.pop()) if known and base is not None else _begin(f, start)
+    best, history, base = start, [top], top if base is None else base
     gram = gram_matrix(g, best, world=world)
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
     begun, momentum, omega = gram[1, 1] > 0, False, 1.0
@@ -222,7 +222,7 @@ def auto_pgd(
     tensor([ 0.3000, -0.4000])
     """
     x = previous = best = start
-    value, g = _begin(f, start, base, known)
+    value, g = (base, known.pop()) if known and base is not None else _begin(f, start)
     gradients, best_g, top, top_at_mark = (g, torch.empty_like(start)), g, value, value  # of the last and best iterates
     history, base = [value], value if base is None else base
     fits, gap, slope, done = True, None, None, False  # whether best_g belongs to the best iterate; what it says
@@ -296,10 +296,8 @@ def checkpoints(steps: int) -> list[int]:
     return found
 
 
-def _begin(f: Function, start: Tensor, base: float | None, known: list[Tensor] | None) -> tuple[float, Tensor]:
-    """Return the value and the gradient at the start, computed if they are not known."""
-    if known and base is not None:
-        return base, known.pop()
+def _begin(f: Function, start: Tensor) -> tuple[float, Tensor]:
+    """Return the value and the gradient at the start."""
     gradient = torch.empty_like(start)
     return f(start, gradient), gradient
 

@@ -174,16 +174,6 @@ def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tupl
 # -- how to search for the largest loss --------------------------------------------------------------------------------
 
 
-def counted(options: Any, **least: int) -> None:
-    """Raise unless these options, of which some may be None by default, are whole numbers from the least on."""
-    from quotient_manifolds.linalg import as_count
-
-    for name, at_least in least.items():
-        if (value := getattr(options, name)) is not None or getattr(type(options), name) is not None:
-            most = 2**63 if name == "seed" else math.inf
-            object.__setattr__(options, name, as_count(name, value, least=at_least, most=most))
-
-
 @dataclass(frozen=True)
 class Search:
     """Options of the search for the largest loss, or of its mean over random directions.
@@ -226,7 +216,10 @@ class Search:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counted(self, steps=1, restarts=0, seed=0)
+        from quotient_manifolds.linalg import as_count
+
+        for name, least, most in (("steps", 1, math.inf), ("restarts", 0, math.inf), ("seed", 0, 2**63)):
+            object.__setattr__(self, name, as_count(name, getattr(self, name), least=least, most=most))
         tol = self.relative_tol
         if isinstance(tol, bool) or not isinstance(tol, Real) or not 0 <= tol < math.inf:
             raise ValueError(f"relative_tol must be a number of at least 0, got {tol!r}")

@@ -41,6 +41,7 @@ _ZERO_GRADIENT = "have a gradient of exactly 0 on every batch, so to first order
 #: roundings of the space's dtype or of what the model computes in, float32 at least; and in those of anything rougher.
 _REWRITTEN, _ROUNDED = 1e4, 4
 _OF_PAIRS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA", "glu": "MLP", "relu": "MLP"}
+_LETTERS = {"Q–K": "qk", "V–O": "vo"}
 _EMBEDDING = re.compile(
     r"embed|cls_token|dist_token|distillation_token|mask_token|(^|[._])(wte|wpe|shared)\b|patch|conv1"
 )
@@ -69,9 +70,8 @@ def attached_space(
         moving, remarks, dividing = trainable(model, whole=False), list[str](), divides(measure)
         make = partial(_space_of_shards(), model) if sharded else partial(WeightSpace, model, moving=moving)
         first = to_device(first, next(iter(moving.values())).device)
-        may_examine = dividing and symmetries is None and not sharded
         loss, symmetries = _check_first(
-            model, objective, first, symmetries, remarks, dividing=dividing, may_examine=may_examine
+            model, objective, first, symmetries, remarks, dividing=dividing, sharded=sharded
         )
         if measure.form == "own":
             space = make(measure, symmetries)
@@ -94,7 +94,7 @@ def _space_of_shards() -> type[WeightSpace]:
 
 def _check_first(
     model: nn.Module, objective: Objective, batch: Any, symmetries: Symmetries | None, remarks: list[str], *,
-    dividing: bool, may_examine: bool,
+    dividing: bool, sharded: bool,
 ) -> tuple[float, Symmetries | None]:  # fmt: skip
     """Check that the loss is finite, and examine layers of unknown classes unless symmetries are given.
 
@@ -103,20 +103,16 @@ def _check_first(
     """
     if symmetries is not None and not isinstance(symmetries, Symmetries):
         raise TypeError(f"symmetries must be as find(model) returns them, got {type(symmetries).__name__}")
-    run, given = partial(objective.value, model, batch), symmetries is not None
-    if may_examine and candidates(model):
-        symmetries = _examined(model, objective, batch, remarks)
+    run = partial(objective.value, model, batch)
     try:
         loss: float = check_coverage(model, run, symmetries) if dividing else run()
     except UnknownAttentionError as error:
-        if given:
+        if symmetries is not None:
             _warn(f"outside of the pairs that were given, {error}", remarks)
             loss = run()
-        elif not may_examine:
+        elif sharded:
             how = "a sharded model is not examined, so pass symmetries=find(model, batch) of before"
             raise UnknownAttentionError(error.path, error.cls, f"{error.call}; {how} fully_shard") from error
-        elif symmetries is not None:
-            raise
         else:
             symmetries = _examined(model, objective, batch, remarks)
             loss = check_coverage(model, run, symmetries)
@@ -265,7 +261,8 @@ def direction_of(space: WeightSpace, xi: Tensor) -> Direction:
     The attached model has other factors. Its velocity is that of :meth:`WeightSpace.push_forward_to_copies`.
     """
     out = {name: torch.zeros_like(copy) for name, copy in space.copies.items()}
-    for patch, c in space.each(xi):
+    vector = list(space.each(xi))
+    for patch, c in vector:
         patch.vector_(out, c, at_model=True)
     tensors = {name: out[name].cpu() for name in space.parameters}
     if not space.parts:
@@ -275,7 +272,7 @@ def direction_of(space: WeightSpace, xi: Tensor) -> Direction:
 
             pairs = [*find(space.model).pairs, *(space.examine() if space.given is None else space.given.pairs)]
         space.parts = parts_of(space.model, space.parameters, pairs)
-    return Direction(space.measure, tensors, space.norm(xi), squares_of(space.each(xi), space.parts), space.divided)
+    return Direction(space.measure, tensors, space.norm(xi), squares_of(vector, space.parts), space.divided)
 
 
 def parts_of(
@@ -305,33 +302,27 @@ def parts_of(
     layers = {plain(name): m for name, m in (known | candidates(model)).items()}
     heads = [p.module for p in pairs if p.head is not None and p.kind != "lora"]
     blocks = {_BELOW.sub(r"\1", path) for path in (*heads, *layers)}
-    roles = {name: part for path, m in layers.items() for name, part in _of_roles(m, path, inside)}
+    roles = dict[str, str]()
+    for path, layer in layers.items():
+        for letter, where in (roles_of(layer) or {}).items():
+            for own in [where.weight] + [where.bias] * (letter != "o"):
+                name = f"{path}.{where.name(own)}".removeprefix(".")
+                claimed = {one for part, _ in inside.get(name, ()) for one in _LETTERS.get(part, "")}
+                roles[name] = "Q–K" if {"q", "k"} & set(where.letters) - claimed else "V–O"
     tables = {f"{plain(n)}.weight" for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
     for name, p in weights.items():
         around = [b for b in blocks if name.startswith(f"{b}.")]
-        layer = max(around, key=len) if around else _BELOW.sub(r"\1", name.rpartition(".")[0]) or name
+        block = max(around, key=len) if around else _BELOW.sub(r"\1", name.rpartition(".")[0]) or name
         embeds, part = name in tables or bool(_EMBEDDING.search(name)), roles.get(name, "MLP")
         if name not in roles:
-            if layer not in blocks and _HEAD.search(name) and not embeds:
+            if block not in blocks and _HEAD.search(name) and not embeds:
                 part = "head"
             elif name in tables or (p.dim() > 1 and embeds):
                 part = "embeddings"
             elif p.squeeze().dim() < 2:
                 part = "norms and biases"
-        found[name] = WeightParts(layer, part, inside.get(name, ()))
+        found[name] = WeightParts(block, part, inside.get(name, ()))
     return found
-
-
-def _of_roles(layer: nn.Module, path: str, inside: Mapping[str, list[tuple[str, Slot]]]) -> Iterator[tuple[str, str]]:
-    """Iterate over the weights of an attention layer, and the part to which belongs what no pair claims of them."""
-    for letter, where in (roles_of(layer) or {}).items():
-        owned = [where.name(where.weight)]
-        owned += [where.name(where.bias)] * (letter != "o")
-        for name in (f"{path}.{own}".removeprefix(".") for own in owned):
-            rest = set(where.letters)
-            for part, _ in inside.get(name, ()):
-                rest -= set({"Q–K": "qk", "V–O": "vo"}.get(part, ""))
-            yield name, "Q–K" if rest & {"q", "k"} else "V–O"
 
 
 def squares_of(vector: Iterable[tuple[Patch, Tensor]], weights: Mapping[str, WeightParts]) -> dict[Place, float]:

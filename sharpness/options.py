@@ -8,8 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .measures import counted
-
 if TYPE_CHECKING:
     import torch
 
@@ -131,7 +129,11 @@ class DataChoice:
     max_length: int = 128
 
     def __post_init__(self) -> None:
-        counted(self, batch_size=1, batches=1, num_examples=1, subset_seed=0, max_length=1)
+        from quotient_manifolds.linalg import as_count
+
+        for name in ("batch_size", "batches", "num_examples", "subset_seed", "max_length"):
+            if (value := getattr(self, name)) is not None or getattr(DataChoice, name) is not None:
+                object.__setattr__(self, name, as_count(name, value, least=int(name != "subset_seed")))
 
     def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
         """Read the batches for a model.

@@ -125,16 +125,16 @@ class PairPatch:
         self.stack, self.measure, self.names, self.pairs = stack, measure, stack.names, tuple(stack.pairs)
         #: What gradients that are absent, and zero, are like.
         self._like = weights[stack.names[0]].detach().flatten()[:0]
-        # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
-        self._tolerance = torch.finfo(at_least_float32(self._like.dtype)).eps ** 0.5
         with torch.no_grad():
             x = stack.gather(weights)
+            self.dim = real_view(x).numel()
+            # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
+            self._tolerance = torch.finfo(at_least_float32(self._like.dtype)).eps ** 0.5
             gauge = gauge_of(*in_double(x).split([stack.n, stack.m], dim=-2))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
             rounded = gauge if at_model else gauge.to(dtype, x.device)
             self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
             self.tangent: Any = self.horizontal_space(rounded, in_double(x) if at_model else None)
-        self.dim = real_view(x).numel()
         self.quadratic = type(self).retract is PairPatch.retract and measure.geodesic != "exact"
         # The second-order geodesic has a pull-back in closed form.
         self._fused = self.quadratic and measure.geodesic == "second-order" and type(self.tangent) is GLTangentSpace
@@ -204,15 +204,16 @@ class PairPatch:
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Pull back through the retraction, by its closed form or by autograd, and project."""
+        found, c = self._view(out), None if at is None else self._view(at)
         egrad = self.stack.gather(gradient, self._like).to(self.tangent.x.dtype)
-        if at is not None and self._fused:
-            self.tangent.pullback_coordinates(self._view(at), egrad, out=self._view(out))
+        if c is not None and self._fused:
+            self.tangent.pullback_coordinates(c, egrad, out=found)
             return
         if at is not None:
             with torch.enable_grad():
                 u = self._vector(at).detach().requires_grad_()
                 (egrad,) = torch.autograd.grad(self.retract(u), u, egrad)
-        self._view(out).copy_(self.tangent.project_coordinates(self.tangent.dual_coordinates(egrad)))
+        found.copy_(self.tangent.project_coordinates(self.tangent.dual_coordinates(egrad)))
 
     @torch.no_grad()
     def at(self, weights: Tensors, *, near: bool = False) -> PairPatch:
