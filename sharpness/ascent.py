@@ -147,28 +147,26 @@ def power(
     gap: float | None
     gap, slope, done = _optimality(gram, radius, top, base, relative_tol, best.dtype)
     # After a rise the best point before this one, else memory alone, of weight 0; each vector is as large as the model.
-    other = None if begun else start
+    others = [] if begun else [start]
     for k in range(1, steps + 1):
         if begun and done:
             break
         weights = _power_weights(gram, radius, omega, momentum=momentum, dtype=best.dtype)
-        vectors = (g, best) if other is None else (g, best, other)
-        x = _combine_(torch.empty_like(best) if other is None else other, vectors, weights)
-        del vectors
+        x = _combine_(others[0] if others else torch.empty_like(best), (g, best, *others), weights)
         out = torch.empty_like(best) if k < steps else None  # kept, it would take memory beside the pass's activations
         value = f(x, out)
         history.append(value)
         if seen is not None:
             seen(history)
         if not begun or value > top:
-            other, momentum = (best, True) if begun else (None, False)
+            others, momentum = ([best], True) if begun else ([], False)
             omega, begun, best, top, gap, done = min(1.0, 1.2 * omega), True, x, value, None, False
             if out is not None:
                 g = out
-                gram = gram_matrix(g, best, *([] if other is None else [other]), world=world)
+                gram = gram_matrix(g, best, *others, world=world)
                 gap, slope, done = _optimality(gram, radius, top, base, relative_tol, best.dtype)
         else:
-            other, momentum, omega = x, False, omega / 2
+            others, momentum, omega = [x], False, omega / 2
     converged, inward = done if relative_tol > 0 else None, top <= base or (slope is not None and slope < 0)
     return Ascent(best, top, tuple(history), gap, converged, slope, inward)
 
@@ -338,10 +336,9 @@ def gram_matrix(*vectors: Tensor, world: World | None = None) -> np.ndarray:
 
 def _combine_(out: Tensor, vectors: tuple[Tensor, ...], weights: list[float]) -> Tensor:
     """Write a linear combination, in one pass; ``out`` may be a vector, and those without a weight count 0."""
-    head = 0  # the vector that is overwritten is read first
-    for k, vector in enumerate(vectors):
-        head = k if vector is out and k < len(weights) else head
-    for part, *parts in _chunks(out, *vectors[: len(weights)]):
+    vectors = vectors[: len(weights)]
+    head = next((k for k, vector in enumerate(vectors) if vector is out), 0)  # what is overwritten is read first
+    for part, *parts in _chunks(out, *vectors):
         torch.mul(parts[head], weights[head], out=part)
         for k, vector in enumerate(parts):
             if k != head and weights[k]:

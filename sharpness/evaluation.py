@@ -252,14 +252,11 @@ class Worst:
         if rho > 0.1 * info.max:
             raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
         flat = rho * loss.slope <= 10 * info.eps * abs(loss.base)
-        at_weights = start == 0 and not flat
-        known = [loss.base_gradient if last else loss.base_gradient.clone()] if at_weights else []
+        known = [loss.base_gradient if last else loss.base_gradient.clone()] if start == 0 and not flat else []
         if last:
             del loss.base_gradient
-        if at_weights:
-            point = torch.zeros(space.dim, dtype=space.dtype, device=space.device)
-        else:
-            point = _onto(space, random_direction(loss, self.search.seed, start), rho)
+        seed = self.search.seed
+        point = torch.zeros_like(known[0]) if known else _onto(space, random_direction(loss, seed, start), rho)
         best = self._ascend(loss, rho, bar, self.search.ascent, point, rho, known=known)
         if best.inward:
             del point  # as large as the model

@@ -108,7 +108,8 @@ def _check_first(
         loss: float = check_coverage(model, run, symmetries) if dividing else run()
     except UnknownAttentionError as error:
         if symmetries is not None:
-            _warn(f"outside of the pairs that were given, {error}", remarks)
+            remarks.append(f"outside of the pairs that were given, {error}")
+            warnings.warn(remarks[-1], stacklevel=2)  # it stands in the result too: a warning is easily lost
             loss = run()
         elif sharded:
             how = "a sharded model is not examined, so pass symmetries=find(model, batch) of before"
@@ -189,11 +190,12 @@ def _at_canonical_form(
     inside_pairs = {name for pair in found.pairs for name in pair.names}  # of a sharded model perhaps a few rows
     told = not found.unwired or (space.given is not None and bool(space.given.actions))  # or a user knows them
     if not told and not inside_pairs.issuperset(space.parameters):
-        _warn(
+        remarks.append(
             f"{plain_class(model).__name__}: {found.unwired}, so {measure.name} divides out "
             "its heads and key biases alone, and other symmetries move the result; describe it with "
-            "register_wiring, or use the measure 'geodesic-inv'", remarks,
-        )  # fmt: skip
+            "register_wiring, or use the measure 'geodesic-inv'"
+        )
+        warnings.warn(remarks[-1], stacklevel=2)
     if halting := _halting(found, space.parameters):
         names = _listed(weights_of(model), halting)
         remarks.append(
@@ -220,12 +222,6 @@ def _alike(space: WeightSpace, moved: float, loss: float, rounding: float) -> bo
     single, own = torch.finfo(torch.float32).eps, torch.finfo(space.dtype).eps
     tolerance = max(_REWRITTEN * max(own, min(rounding, single)), _ROUNDED * rounding)
     return space.agree(abs(moved - loss) <= tolerance * max(abs(loss), 10 * SMALL))
-
-
-def _warn(text: str, remarks: list[str]) -> None:
-    """Warn of what also stands in the result, for a warning is easily lost."""
-    warnings.warn(text, stacklevel=3)
-    remarks.append(text)
 
 
 def remarks_on(space: WeightSpace, unreached: Unreached) -> tuple[str, ...]:
