@@ -196,7 +196,8 @@ def _at_canonical_form(
             "register_wiring, or use the measure 'geodesic-inv'"
         )
         warnings.warn(remarks[-1], stacklevel=2)
-    if halting := _halting(found, space.parameters):
+    some = len(space.parameters) < len(space.weights)  # of the weights move
+    if some and (halting := _halting(found, space.parameters)):
         names = _listed(weights_of(model), halting)
         remarks.append(
             f"frozen weights keep {measure.name} from dividing out symmetries that move trained ones too, so that "
