@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from ._geoopt import ManifoldParameter
 from .linalg import at_least_float32, differentiated, has_double
 from .passes import Forward, Run, Shared, Wide, drawing_again, floats, tensors, to_device, widened
 
@@ -72,11 +71,6 @@ def check_whole(model: nn.Module, *, or_rows: bool = False) -> bool:
                 "(evaluate and gradient_norm measure what FSDP2's fully_shard sharded)"
             )
     return bool(sharded)
-
-
-def is_point(p: Tensor) -> TypeGuard[Any]:
-    """Return whether a parameter states the manifold on which it lies."""
-    return isinstance(p, ManifoldParameter)
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:

@@ -180,7 +180,7 @@ def _power_weights(gram: np.ndarray, radius: float, omega: float, *, momentum: b
 
     if not radius < 0.1 * torch.finfo(dtype).max * math.sqrt(gram[0, 0]):  # the gradient is practically zero
         return list(best)
-    c = onto(gradient)
+    c = gradient * (radius / math.sqrt(gram[0, 0]))
     if momentum:
         c = onto(c + _MOMENTUM * (best - before[0]))
     if omega < 1:

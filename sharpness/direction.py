@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds._geoopt import ManifoldParameter
 from quotient_manifolds.linalg import in_double
 from quotient_manifolds.symmetries import Slot, Symmetries
-from quotient_manifolds.weights import check_whole, is_point, pointing_to, weights_of
+from quotient_manifolds.weights import check_whole, pointing_to, weights_of
 
 from .errors import aligned
 from .measures import Measure
@@ -143,8 +144,8 @@ def along(model: nn.Module, direction: Direction) -> tuple[Mapping[str, Tensor],
                 (PairPatch if s.metric else own)(s, weights, measure, torch.float64, at_model=True) for s in found
             ]
             inside = {name for p in patches for name in p.names}
-            alone = [name for name in vector if measure.takes_points and is_point(weights[name]) and name not in inside]
-            points = [PointPatch(name, weights[name], torch.float64) for name in alone]
+            alone = {n: weights[n] for n in vector if n not in inside and isinstance(weights[n], ManifoldParameter)}
+            points = [PointPatch(n, p, torch.float64) for n, p in alone.items() if measure.takes_points]
 
     @torch.no_grad()
     def moved(t: float) -> dict[str, Tensor]:

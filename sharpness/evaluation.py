@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from math import prod
 from operator import and_
 from typing import Any, ClassVar, NamedTuple
 
@@ -147,13 +148,12 @@ def statistic_of(
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
     count = -(-len(batches) // (1 if world is None else world.size)) if isinstance(batches, Sized) else 0
-    starts, steps = statistic.work
     state = preserve_model_state(model)
     with (
         nullcontext(list[_Share]()) if world is None else world.together() as shares,
         state,
         state,  # twice: the second exit repeats a restoration that an interrupt cut short
-        progress_bar(count * len(radii) * starts * steps or None, measure.name, "step", progress=progress) as bar,
+        progress_bar(count * len(radii) * prod(statistic.work) or None, measure.name, "step", progress=progress) as bar,
         attached_space(model, batches, measure, objective, symmetries, sharded=sharded) as (space, numbered),
     ):
         fit = 0 if sharded else _DIRECTIONS // max(space.dim * space.dtype.itemsize, 1)

@@ -70,8 +70,8 @@ def default_loss(model: nn.Module, batch: Any) -> Outcome:
         raise ValueError(f"{plain_class(model).__name__} {_without_loss(model, batch, output)}")
     classification = isinstance(scores, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point()
     classification = classification and (scores.dim(), labels.dim()) == (2, 1) and scores.shape[1] >= 2
-    if classification and scores.dtype != (wide := at_least_float32(scores.dtype)):
-        rough, scores = None if loss is None else float(loss.detach()), scores.to(wide)
+    if classification and scores.element_size() < 4:
+        rough, scores = None if loss is None else float(loss.detach()), scores.to(at_least_float32(scores.dtype))
         exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
         loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if not by_name:

@@ -268,7 +268,7 @@ def direction_of(space: WeightSpace, xi: Tensor) -> Direction:
             from quotient_manifolds.symmetries import find
 
             pairs = [*find(space.model).pairs, *(space.examine() if space.given is None else space.given.pairs)]
-        space.parts = parts_of(space.model, space.parameters, pairs)
+        space.parts.update(parts_of(space.model, space.parameters, pairs))
     return Direction(space.measure, tensors, space.norm(xi), squares_of(vector, space.parts), space.divided)
 
 

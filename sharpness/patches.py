@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds._geoopt import ManifoldParameter
 from quotient_manifolds.linalg import at_least_float32, finite, in_double, standard_normal
 from quotient_manifolds.metrics import METRICS, Gauge, gauge_of
 from quotient_manifolds.symmetries import PairStack, Symmetries, stacks
@@ -28,7 +29,7 @@ from quotient_manifolds.symmetries.found import check_names, check_symmetries
 from quotient_manifolds.symmetries.pairs import coverage
 from quotient_manifolds.symmetries.slots import real_view
 from quotient_manifolds.tangent import GLTangentSpace
-from quotient_manifolds.weights import check_whole, is_point, is_sharded, plain_names, trained, weights_of
+from quotient_manifolds.weights import check_whole, is_sharded, plain_names, trained, weights_of
 
 from .measures import Measure, divides
 from .patch import Patch, SinglePatch, Tensors
@@ -270,7 +271,7 @@ def trainable(model: nn.Module, *, whole: bool = True) -> dict[str, nn.Parameter
         if t.is_meta:
             raise ValueError(f"{name!r} is on the device meta, without numbers; load the whole model")
     for name, p in found.items():
-        measured = p.is_floating_point() or (is_point(p) and p.is_complex())
+        measured = p.is_floating_point() or (isinstance(p, ManifoldParameter) and p.is_complex())
         if not measured or p.element_size() < 2:  # integers, float8
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
         if p.is_inference():
@@ -323,11 +324,11 @@ def known(model: nn.Module, measure: Measure, given: Symmetries | None, *, class
     classes : bool
         For measures at the canonical form: the loss uses the logits only through a softmax.
     """
-    from quotient_manifolds.symmetries.discovery import PAIRS, find, with_wiring
+    from quotient_manifolds.symmetries.discovery import PAIRS, claimed, with_wiring
 
     scope = PAIRS if divides(measure) else ("points",) if measure.takes_points else ()
     if given is None or not divides(measure):
-        found = find(model, scope=scope) if scope else Symmetries()
+        found = claimed(model, None, scope) if scope else Symmetries()
     else:
         check_symmetries(given)
         check_names(given, weights_of(model), type(model).__name__)
@@ -366,7 +367,7 @@ def build_patches(
     for name, mask in constant.items():
         covered[name] = mask | covered[name] if name in covered else mask
     single: list[Patch] = [
-        PointPatch(name, p, dtype) if is_point(p) and measure.takes_points
+        PointPatch(name, p, dtype) if isinstance(p, ManifoldParameter) and measure.takes_points
         else ElementwisePatch(name, p, measure, dtype, covered.get(name), lengths.get(name))
         for name, p in moving.items()
         if name not in covered or not bool(covered[name].all())

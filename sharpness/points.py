@@ -11,9 +11,9 @@ import geoopt
 import torch
 from torch import Tensor
 
+from quotient_manifolds._geoopt import ManifoldParameter
 from quotient_manifolds.linalg import in_double, standard_normal
 from quotient_manifolds.symmetries.slots import real_view
-from quotient_manifolds.weights import is_point
 
 from .measures import Measure
 from .patch import SinglePatch, Tensors
@@ -29,7 +29,11 @@ _NEAR = 1e-6
 def check_points(measure: Measure, parameters: Mapping[str, Tensor]) -> None:
     """Raise if a measure would move a point of a manifold as flat weights; one of geoopt's Euclidean is no such."""
     for name, p in parameters.items():
-        if is_point(p) and not measure.takes_points and not isinstance(p.manifold, geoopt.Euclidean):
+        if (
+            isinstance(p, ManifoldParameter)
+            and not measure.takes_points
+            and not isinstance(p.manifold, geoopt.Euclidean)
+        ):
             raise ValueError(
                 f"parameter {name!r} is a point of the manifold {p.manifold}, which the measure {measure.name!r} would "
                 "move off it as flat weights; use 'geodesic-inv' or 'geodesic-mix', which measure points on their "

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds._geoopt import ManifoldParameter
 from quotient_manifolds.linalg import at_least_float32, differentiated
 from quotient_manifolds.passes import operations
 from quotient_manifolds.symmetries import SymmetricPair, Symmetries
 from quotient_manifolds.symmetries.found import HALF_PRECISION, certify
-from quotient_manifolds.weights import is_narrow, is_point, pointing_to, weights_of
+from quotient_manifolds.weights import pointing_to, weights_of
 
 from .ascent import gram_matrix
 from .direction import WeightParts
@@ -139,16 +140,15 @@ class WeightSpace:
         #: All weights of the model whose parameters move.
         self.weights: Mapping[str, Tensor] = weights_of(model)
         parameters = list(self.parameters.values())
-        if any(map(is_point, parameters)):
+        if any(isinstance(p, ManifoldParameter) for p in parameters):
             check_points(measure, self.parameters)
         self.device = parameters[0].device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
+        self._dtypes = {name: at_least_float32(p.dtype) for name, p in self.parameters.items()}  # those of copies
+        narrow = {p for p in model.parameters() if p.dtype != at_least_float32(p.dtype)}
         #: Whether the whole half-precision model is in float32 while attached.
-        self.in_float32 = any(map(is_narrow, parameters))
-        rough = any(  # weights are narrower than float32 even then
-            p.dtype != at_least_float32(p.dtype) and not (self.in_float32 and p.is_floating_point())
-            for p in model.parameters()
-        )
+        self.in_float32 = any(p.is_floating_point() for p in narrow.intersection(parameters))
+        rough = any(not (self.in_float32 and p.is_floating_point()) for p in narrow)  # some are narrow even then
         self.tolerance = HALF_PRECISION / 3 if rough or torch.is_autocast_enabled(self.device.type) else _IN_FLOAT32
         self.form: CanonicalForm | None = None
         #: These, and those that frozen weights keep from being divided out.
@@ -245,7 +245,7 @@ class WeightSpace:
         """Copy the moving weights at the base point: entries that belong to no patch keep these values."""
         found = dict[str, Tensor]()
         for name, p in self.parameters.items():
-            empty = torch.empty(p.shape, dtype=at_least_float32(p.dtype), device=p.device)
+            empty = torch.empty(p.shape, dtype=self._dtypes[name], device=p.device)
             found[name] = empty.copy_(self._base.get(name, p.data))
         return found
 

@@ -11,8 +11,17 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from .._geoopt import ManifoldParameter
 from ..passes import Forward, Run, default_forward
-from ..weights import check_model, check_whole, first_names, is_point, naming, plain_names, running_copy, weights_of
+from ..weights import (
+    check_model,
+    check_whole,
+    first_names,
+    naming,
+    plain_names,
+    running_copy,
+    weights_of,
+)
 from .attention import HANDLERS
 from .examination import examine_model
 from .found import Symmetries, placed, settled
@@ -100,7 +109,7 @@ def find(
 def claimed(model: nn.Module, run: Run | None, scope: Collection[str] = PAIRS) -> Symmetries:
     """List what handlers and examinations claim, before the outputs of the whole model decide."""
     check_model(model)
-    name_of = naming(model)
+    name_of, tied = naming(model), first_names(model)
     by_peft = any(type(m).__module__.startswith("peft.") for m in model.modules())
     examined = {} if run is None or "heads" not in scope else examine_model(model, run)
     found: list[Claim] = []
@@ -113,9 +122,9 @@ def claimed(model: nn.Module, run: Run | None, scope: Collection[str] = PAIRS) -
     found = settled(found, model, decided=run is not None)
     if by_peft and prefix_tuned(model):
         found = [p if p.kind == "lora" else refused(p, Cause.BROKEN, _PREFIXED) for p in found]
-    if "points" in scope and any(map(is_point, model.parameters())):
+    if "points" in scope and any(isinstance(p, ManifoldParameter) for p in model.parameters()):
         found = _with_points(model, found)
-    return replace(Symmetries.of_claims(found), tied=tuple(sorted(first_names(model).items())))
+    return replace(Symmetries.of_claims(found), tied=tuple(sorted(tied.items())))
 
 
 def _with_points(model: nn.Module, claims: list[Claim]) -> list[Claim]:

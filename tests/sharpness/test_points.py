@@ -287,7 +287,7 @@ def test_points_of_the_quotient_are_measured_as_orbits(name, measure):
 def test_points_measured_as_flat_weights_would_depend_on_the_representative(monkeypatch):
     model, data = product_and_data("inv")
     monkeypatch.setattr("quotient_manifolds.symmetries.discovery.point_pairs", lambda *_: [])
-    monkeypatch.setattr("sharpness.patches.is_point", lambda p: False)
+    monkeypatch.setattr("sharpness.patches.ManifoldParameter", ())
     before = float(evaluate(model, data, steps=6))
     model.x.data = model.x.manifold.act(model.x.detach(), torch.tensor([[2.0, 1, 0], [0, 1, 0], [0, 0, 0.5]]))
     assert float(evaluate(model, data, steps=6)) != pytest.approx(before, rel=1e-3)
