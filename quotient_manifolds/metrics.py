@@ -378,10 +378,10 @@ class LocalMetric:
 
         The velocity ξ is u times the row ``scale``.
         """
-        G, H = (
-            Pull(gram.inverse, scale.mT * (v.mH @ X), q.mH @ X, (q.mH @ v) * scale)
-            for X, v, q, gram in zip(self.factors, u, p, self.grams, strict=True)
-        )
+        pulls = []
+        for X, v, q, gram in zip(self.factors, u, p, self.grams, strict=True):
+            pulls.append(Pull(gram.inverse, scale.mT * (v.mH @ X), q.mH @ X, (q.mH @ v) * scale))
+        G, H = pulls
         one = torch.eye(scale.shape[-1], dtype=G.vX.dtype, device=scale.device)
         found = []
         for own, other, gram in ((G, H, self.grams[0]), (H, G, self.grams[1])):
