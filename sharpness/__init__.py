@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .direction import Direction, LayerShare, LayerShares, perturbed
     from .evaluation import evaluate
     from .measures import MEASURES, Measure, Search, get_measure
+    from .measuring import direction_of
     from .monitor import measured
     from .other_statistics import average, gradient_norm, hessian
     from .results import SharpnessResult
@@ -32,6 +33,7 @@ __all__ = [
     "WeightSpace",
     "average",
     "critical_sharpness",
+    "direction_of",
     "evaluate",
     "get_measure",
     "gradient_norm",

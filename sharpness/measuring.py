@@ -253,9 +253,30 @@ def _within(name: str) -> list[str]:
 
 @torch.no_grad()
 def direction_of(space: WeightSpace, xi: Tensor) -> Direction:
-    """Return the tangent vector with horizontal coordinates xi, (dim,), at the model's own weights, on the CPU.
+    """Return the tangent vector with some coordinates, such as an eigenvector, at the model's own weights, on the CPU.
 
     The attached model has other factors. Its velocity is that of :meth:`WeightSpace.push_forward_to_copies`.
+
+    Parameters
+    ----------
+    space : WeightSpace
+        Attached.
+    xi : Tensor
+        Horizontal coordinates, (dim,).
+
+    Returns
+    -------
+    Direction
+        For :func:`perturbed` and the plots, with its share in every layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sharpness import MEASURES, WeightSpace, direction_of
+    >>> space = WeightSpace(torch.nn.Linear(2, 1, bias=False), MEASURES["euclidean"])
+    >>> with space.attached():
+    ...     direction_of(space, torch.tensor([3.0, 4.0])).norm
+    5.0
     """
     out = {name: torch.zeros_like(copy) for name, copy in space.copies.items()}
     vector = list(space.each(xi))
