@@ -91,8 +91,8 @@ class Ascent:
     history: tuple[float, ...]
     fw_gap: float | None
     converged: bool | None
-    slope: float | None = None
-    inward: bool = False
+    slope: float | None
+    inward: bool
 
 
 def power(

@@ -70,7 +70,7 @@ class PushForward(_OnSpace):
     M is any operator of curvlinops on ``list(space.parameters.values())``, made and multiplied while the space is
     attached, such as a Gauss–Newton or Fisher matrix. The attached model's pairs have canonical factors, and the
     velocities are at these. They are not the tensors of
-    :meth:`sharpness.WeightSpace.direction`, which are at the model's own factors.
+    :func:`sharpness.direction_of`, which are at the model's own factors.
 
     Parameters
     ----------

@@ -95,6 +95,10 @@ class WeightSpace:
         By how much the last gradient at the base point violated the symmetry of those pairs that it reached first.
     tolerance : float
         Residuals up to this count as rounding.
+    known : Symmetries
+        Those that are divided out where all weights move.
+    parts : dict of str to WeightParts
+        Where weights lie in the network, by name, once :func:`sharpness.direction_of` was asked for a direction.
 
     Raises
     ------

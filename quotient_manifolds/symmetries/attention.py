@@ -91,6 +91,11 @@ def head_pairs(kind: str, heads: Heads, one: Projection, two: Projection) -> Ite
     # Keys and values may have fewer heads than queries and outputs.
     first = one.slots(heads.number if two.into else several, size)
     second = two.slots(several if two.into else heads.number, size)
+    shared = [i % several if heads.cyclic else i * several // heads.number for i in range(heads.number)]
+    factors = [(first[i], second[j]) if two.into else (first[j], second[i]) for i, j in enumerate(shared)]
+    if heads.reason or heads.cause is not Cause.BROKEN:
+        yield from (Refusal("", kind, heads.cause, heads.reason, i, G=G, H=H) for i, (G, H) in enumerate(factors))
+        return
     parts, turned = list[tuple[str, GL, int, int, str | None]](), heads.rotary_size if heads.group in PLANES else 0
     if turned:
         planes = GL(turned // 2, diagonal=True, field="complex")
@@ -98,14 +103,9 @@ def head_pairs(kind: str, heads: Heads, one: Projection, two: Projection) -> Ite
     if turned < size:
         diagonal, positive = heads.group in ("diagonal", "positive"), heads.group == "positive"
         parts.append(("", GL(size - turned, diagonal=diagonal, positive=positive), turned, size - turned, None))
-    for i in range(heads.number):
-        j = i % several if heads.cyclic else i * several // heads.number
-        factors = (first[i], second[j]) if two.into else (first[j], second[i])
-        if heads.reason or heads.cause is not Cause.BROKEN:
-            yield Refusal("", kind, heads.cause, heads.reason, i, G=factors[0], H=factors[1])
-            continue
+    for i, whole in enumerate(factors):
         for part, group, start, count, rotary in parts:
-            G, H = (tuple(s.part(start, count, rotary) for s in slots) for slots in factors)
+            G, H = (tuple(s.part(start, count, rotary) for s in slots) for slots in whole)
             null = () if rotary else tuple(s for s in H if s.name == bias)
             if set(G).isdisjoint(H):
                 yield SymmetricPair("", kind, group, G, H, i, part, null)
@@ -280,7 +280,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], known: Symmetries |
     covered |= {m for m in model.modules() if not owners.isdisjoint([m, *m.children()])}
     for name, m in candidates(model, covered).items():
         of_module = missed.get(plain(name))
-        if roles_of(m) is not None and (of_module is None or of_module.cause is not Cause.UNREACHED):
+        if of_module is None or of_module.cause is not Cause.UNREACHED:
             calls.append((m, "code that cannot be watched, by the names of its weights"))
     for path, module, call in uncovered(model, calls, covered):
         refusal = missed.get(plain(path))

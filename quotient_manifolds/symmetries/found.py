@@ -126,13 +126,12 @@ class Symmetries:
                 out.append(_thin(p))
         actions = _closed(a for a in self.actions if moving.issuperset(a.names)) if self.actions else ()
         if len(actions) < len(self.actions):
-            kept, folded = set(actions), {a.label for a in actions}
-            for a in (a for a in self.actions if a not in kept):
+            folded = {a.label for a in actions}
+            for a in (a for a in self.actions if a.label not in folded):
                 still = sorted(set(a.names) - moving)
                 missing = [label for label in a.after if label not in folded]
                 cause, why = (Cause.FROZEN, still) if still else (Cause.UNFOLDED, missing)
                 out.append(Refusal(a.name, a.kind, cause, ", ".join(why), G=a.slots))
-            actions = tuple(a.among(kept) for a in actions)
         return replace(self, pairs=tuple(found), refused=tuple(out), actions=actions)
 
     def adding(self, *more: SymmetricPair | Action) -> Symmetries:
@@ -214,11 +213,12 @@ _OF_HEADS = ("qk", "vo", "lora", "attention")
 
 
 def _closed(actions: Iterable[Action]) -> tuple[Action, ...]:
-    """Return the actions without those that need others to be folded before which are not there."""
+    """Return actions as they are where only these are left: without those that need others to be folded before."""
     kept = tuple(actions)
     while lost := {label for a in kept for label in a.after} - {a.label for a in kept}:
         kept = tuple(a for a in kept if lost.isdisjoint(a.after))
-    return kept
+    left = set(kept)
+    return tuple(a.among(left) for a in kept)
 
 
 def check_symmetries(symmetries: object) -> None:

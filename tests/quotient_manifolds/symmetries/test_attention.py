@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import sharpness
 from quotient_manifolds.passes import Wide, widened
 from quotient_manifolds.symmetries import (
     Heads,
@@ -359,3 +360,29 @@ def test_latent_attention_without_a_rotated_part(gated, values):
     found = find(nn.Sequential(Latent(gated)), torch.randn(2, 5, 6))
     assert [(p.kind, str(p.group)) for p in found.pairs] == [("qk", "GL(2)"), ("vo", values)] * 2
     assert found.refused == ()
+
+
+class Unwatched(Latent):
+    """The same in code that no mode of torch sees, such as a fused kernel."""
+
+    def forward(self, x):
+        with torch._C.DisableTorchFunction():
+            return super().forward(x)
+
+
+def test_latent_attention_that_cannot_be_watched_is_told_by_its_names_and_examined():
+    model = nn.Sequential(Unwatched(gated=False), nn.Flatten(), nn.Linear(30, 3))
+    x, y = torch.randn(4, 5, 6), torch.arange(4) % 3
+    with pytest.raises(UnknownAttentionError, match="cannot be watched"):
+        check_coverage(model, lambda: model(x))
+    found = sharpness.evaluate(model, [(x, y)], rho=0.1, steps=2)
+    assert "Unwatched (4 pairs)" in found.remarks[0]
+    assert found.symmetries.pairs == find(model, (x, y)).pairs
+
+
+def test_heads_that_are_refused_need_no_group():
+    """RoPE turns no plane of so few dimensions."""
+    layer = nn.ModuleDict({name: nn.Linear(4, 4) for name in "qkvo"})
+    heads = Heads(2, reason="norms between", group="half", rotary_size=1)
+    found = attention_pairs(heads, **{name: Projection(layer, name) for name in layer})
+    assert [(p.kind, getattr(p, "reason", "")) for p in found] == [("qk", "norms between"), ("vo", "")] * 2

@@ -256,6 +256,10 @@ def test_directions_that_others_had_too_are_counted_where_these_are_refused(froz
     kind = "classes" if frozen == ["classifier.bias"] else "embeddings"
     before, after = ([a.dimension for a in f.actions if a.kind == kind] for f in (full, found))
     assert max(after) == 1 + max(before) == 8
+    alone = full.of_kind([kind])
+    assert max(a.dimension for a in alone.actions) == 8
+    assert alone.restricted(weights) == alone
+    assert full.restricted(weights) == full
     write_values(weights, canonical_form(weights, found).values)
     assert int(torch.linalg.matrix_rank(tangents(found, weights), rtol=1e-9)) == found.dimension
 
