@@ -175,7 +175,9 @@ def spoil_images(rng, path):
         Image.new(mode, size).save(image, "tiff")
     elif how in ("extra", "class"):
         (path / "extra").mkdir(exist_ok=True)
-        shutil.copy(image, path / ("extra" if how == "class" else "")) if image.is_file() else None
+        into = path / ("extra" if how == "class" else "")
+        if image.is_file() and image.parent != into:
+            shutil.copy(image, into)
     elif how in ("one", "none"):
         for inner in sorted(path.iterdir())[how == "one" :]:
             shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
