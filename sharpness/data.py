@@ -378,9 +378,9 @@ def _texts(
     numbers, classes = label_numbers(choice, labels, None if predicts else names, loaded)
 
     def batch(chosen: Sequence[int]) -> dict[str, Tensor]:
-        given = [[rows[i][column] for i in chosen] for column in texts]
         with naming(f"the tokenizer for {source} does not work"):
             length = min(choice.max_length, int(getattr(tokenizer, "model_max_length", choice.max_length)))
+            given = [[_beginning(rows[i][column], tokenizer, length) for i in chosen] for column in texts]
             coded = tokenizer(*given, truncation=True, max_length=length, padding=True, return_tensors="pt")
             if (found := coded["input_ids"].shape[1]) > length:
                 raise ValueError(f"it does not cut {found} tokens to {length}; choose a larger --max-length")
@@ -389,3 +389,12 @@ def _texts(
         return {**coded, "labels": torch.tensor([numbers[i] for i in chosen])}
 
     return Examples(len(rows), batch, classes, is_sorted(numbers))
+
+
+def _beginning(text: str, tokenizer: Any, length: int) -> str:
+    """Cut a long text well behind its first tokens: of a pair, tokenizers lists each rest with each of the other's."""
+    if len(text) < 50 * length or not getattr(tokenizer, "is_fast", False) or tokenizer.truncation_side != "right":
+        return text
+    first = {"truncation": True, "max_length": 2 * length, "add_special_tokens": False}
+    spans = tokenizer(text, return_offsets_mapping=True, **first)["offset_mapping"]
+    return text[: spans[-1][1]] if len(spans) == 2 * length else text

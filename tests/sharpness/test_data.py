@@ -16,6 +16,7 @@ from sharpness.data import DataChoice, Examples, is_sorted
 from sharpness.models import LoadedModel, load
 from tests.support import networks, tiny
 from tests.support.pictures import COLOUR, GREY, MEAN, STD, Words, opened, png, transform
+from tests.support.texts import wordpiece
 
 
 @pytest.fixture
@@ -507,6 +508,35 @@ def test_tables(tmp_path, kind):
     batch = found.batch([1, 0])
     assert batch["labels"].tolist() == [5, 3]
     assert batch["input_ids"].tolist() == [[3, 4, 0, 2], [1, 3, 0, 1]]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_pairs_of_long_texts_are_cut_before_they_are_paired(tmp_path, side):
+    """Their tokens are the same; all rests of one text with all of the other would take the memory of the machine."""
+    rng, sent = np.random.default_rng(0), []
+    vocabulary = ["a", "cat", "sat", "unbelievable", "on-the", "…", "x" * 120]
+    sparse = "cat" + " " * 6000 + "sat on the mat"
+    rows = [[" ".join(rng.choice(vocabulary, n)) for n in sizes] for sizes in ((3000, 3000), (2000, 3), (1, 2500))]
+    rows.append([sparse, sparse])
+    (tmp_path / "t.jsonl").write_text("".join(
+        json.dumps({"one": one, "two": two, "label": 0}) + "\n" for one, two in rows
+    ), encoding="utf-8")  # fmt: skip
+    tokenizer = wordpiece(vocabulary, 60, length=512)
+    tokenizer.truncation_side = side
+
+    class Seen:
+        is_fast, truncation_side, model_max_length = True, side, 512
+
+        def __call__(self, *texts, **options):
+            sent.append([len(text) for column in texts for text in column if isinstance(column, list)])
+            return tokenizer(*texts, **options)
+
+    columns = {"text": "one", "pair": "two", "max_length": 20}
+    batch = opened(tmp_path / "t.jsonl", tokenizer=Seen(), labels={"0": 0}, **columns).batch([0, 1, 2, 3])
+    pairs = ([texts[k] for texts in rows] for k in (0, 1))
+    expected = tokenizer(*pairs, truncation=True, max_length=20, padding=True, return_tensors="pt")
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    assert (max(sent[-1][:3]) < 5000) == (side == "right")
 
 
 def test_labels_by_number_and_by_the_models_names(tmp_path):
