@@ -117,8 +117,8 @@ def is_sorted(labels: Sequence[float]) -> bool:
 def _tensors(path: Path) -> Examples:
     named = load_state_dict(path)
     lengths = {name: len(t) if t.dim() else 0 for name, t in named.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"{path}: the tensors have unequal numbers of examples, {lengths}")
+    if len(set(lengths.values())) > 1 or not all(t.dim() for t in named.values()):
+        raise ValueError(f"{path}: the tensors have unequal numbers of examples, or none, {lengths}")
 
     def batch(chosen: Sequence[int]) -> Any:
         part = {name: t[list(chosen)] for name, t in named.items()}

@@ -248,6 +248,13 @@ def test_batches(folder):
     assert torch.cat([y for _, y in batches]).tolist() == [i // 3 for i in order]
 
 
+@pytest.mark.parametrize("tensors", [{"y": torch.tensor(3)}, {"x": torch.zeros(2, 3), "y": torch.tensor([1])}], ids=len)
+def test_tensors_without_examples_are_refused(tmp_path, tensors):
+    torch.save(tensors, tmp_path / "data.pt")
+    with pytest.raises(ValueError, match=r"data.pt: the tensors have unequal numbers of examples, or none, \{"):
+        opened(tmp_path / "data.pt")
+
+
 def test_batches_are_equal_and_classes_are_mixed(folder, tmp_path):
     """A last batch of one example would count as much as the others, and the first images are all of one class."""
     torch.save({"x": torch.arange(40.0)[:, None], "y": torch.arange(40)}, tmp_path / "data.pt")
