@@ -61,7 +61,7 @@ def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], data: 
     whose files are data.
     """
     place, data = out.resolve(), list(data)
-    for source in map(Path, (*(path for path in read if path is not None), *data)):
+    for source in map(_as_path, (*(path for path in read if path is not None), *data)):
         one = source.resolve()
         if place == one or (one.is_dir() and place.is_relative_to(one) and (source in data or place.exists())):
             how = "replace" if place == one else "change"

@@ -239,7 +239,7 @@ def test_only_files_are_replaced(place):
     assert check_folder(place / "new" / "deeper").is_dir()
     with pytest.raises(ValueError, match="is a file; name a folder"):
         check_folder(place / "out.json")
-    for check in (check_file, check_folder):
+    for check in (check_file, check_folder, lambda read: check_apart(place / "out.json", [read])):
         with pytest.raises(ValueError, match="holds a NUL character"):
             check(f"{place}/new\0.json")
 
