@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,11 @@ def figure(
     ------
     matplotlib.figure.Figure, array of matplotlib.axes.Axes
 
+    Raises
+    ------
+    ValueError
+        The file has the name of no kind of figure.
+
     Examples
     --------
     >>> with figure(None, (4, 3)) as (drawn, ((axes,),)):
@@ -87,6 +93,8 @@ def figure(
         from matplotlib.figure import Figure
     with _DRAWING, rc_context(_STYLE | {"axes.prop_cycle": cycler(color=COLOURS.values())}):
         drawn = Figure(figsize=size, dpi=120, layout="constrained")
+        if path is not None and Path(path).suffix[1:].lower() not in drawn.canvas.get_supported_filetypes():
+            raise ValueError(f"{path} is no figure by its name; choose one that ends in .png, .pdf or .svg")
         yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
         if path is not None:
             with atomic_write(path) as own:

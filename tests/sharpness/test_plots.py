@@ -81,6 +81,16 @@ def test_layers():
         plots.plot_layers(LayerShares())
 
 
+@pytest.mark.parametrize("name", ["table.tsv", "figure"])
+def test_a_file_whose_name_is_of_no_figure_is_refused(tmp_path, name):
+    shares = LayerShares([LayerShare("a", "MLP", None, 1.0)])
+    with pytest.raises(ValueError, match=rf"{name} is no figure by its name; choose one that ends in \.png"):
+        plots.plot_layers(shares, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    plots.plot_layers(shares, tmp_path / "figure.PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["figure.PNG"]
+
+
 def test_a_report_is_of_the_largest_radius(tmp_path, monkeypatch):
     model, batch = networks.vit(), networks.images()
     result = sharpness.evaluate(model, [batch], rho=[0.05, 0.01], progress=False)

@@ -207,7 +207,8 @@ def judge(surface, job, code, error, out, err, loads, world):
     if code == 0 and job.argv[0] == "run":
         if "nan" in out.split():
             yield "nan", "-", next(v for v in out.splitlines() if "nan" in v)[:100]
-        for words in [not_the_users(m, world / job.argv[1]) for m in loads if m.folder]:
+        model = next(a for a in job.argv[1:] if not a.startswith("-"))
+        for words in [not_the_users(m, world / model) for m in loads if m.folder]:
             if words:
                 yield "not the user's", "-", words
 
