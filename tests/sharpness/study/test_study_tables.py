@@ -296,7 +296,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
         assert (tmp_path / name).read_bytes().startswith(start)
     before = Path(path).read_bytes()
     assert cli.main(["plot", path, "--out", path]) == 2
-    assert "Format 'jsonl' is not supported" in capsys.readouterr().err
+    assert "r.jsonl is no figure by its name; choose one that ends in .png" in capsys.readouterr().err
     assert Path(path).read_bytes() == before
     assert cli.main(["table", str(tmp_path / "none.jsonl")]) == 2
     assert "there are no results at" in capsys.readouterr().err
